@@ -1,0 +1,21 @@
+"""What a folder of tests costs and needs: its timeout, and its marker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+# Seconds for one test, a hang included; a fresh interpreter that imports torch takes a few.
+_TIMEOUTS_S = {"unit": 30, "protocol": 60, "engine": 300, "gpu": 300}
+_MARKERS = {"engine": pytest.mark.vllm, "gpu": pytest.mark.gpu}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(_HERE).parts[0]
+        if folder in _MARKERS:
+            item.add_marker(_MARKERS[folder])
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TIMEOUTS_S.get(folder, 60)))

@@ -1,0 +1,27 @@
+"""vLLM itself finds the plugin, and resolves the extension by its public name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import logging
+from vllm.plugins import load_general_plugins
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+logging.getLogger("vllm_bucketsync").setLevel(logging.DEBUG)
+logging.getLogger("vllm_bucketsync").addHandler(logging.StreamHandler())
+load_general_plugins()
+print(resolve_obj_by_qualname("vllm_bucketsync.WorkerExtension").__module__)
+"""
+
+
+def test_vllm_loads_the_plugin_and_resolves_the_extension() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
+    )
+
+    assert "is loaded" in result.stderr
+    assert "Failed to load plugin bucketsync" not in result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "vllm_bucketsync.worker.extension"

@@ -1,0 +1,192 @@
+"""An engine without vLLM: real worker processes that run the real receiver.
+
+The parent's end is an ``Engine`` for ``WeightSync``; each worker is a spawned process
+that answers calls over a pipe, as vLLM's executor does, with a sink of the test's choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from vllm_bucketsync import serve
+from vllm_bucketsync.errors import EngineState
+from vllm_bucketsync.layout import Manifest
+from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
+
+
+class RecordingSink:
+    """Keeps a hash of every tensor's bytes, in order of arrival."""
+
+    last: dict[str, tuple[str, tuple[int, ...], str]] = {}
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+        self.hashes: dict[str, Any] = {}
+
+    def open(self, manifest: Manifest | None) -> None:
+        self.manifest = manifest
+
+    def deviate(self, index: int) -> None:
+        pass
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            digest = self.hashes.setdefault(piece.meta.name, hashlib.blake2b(digest_size=16))
+            digest.update(piece.data.numpy().tobytes())
+            self.seen[piece.meta.name] = piece.meta
+
+    def prepare(self) -> None:
+        pass
+
+    def commit(self) -> SinkReport:
+        type(self).last = {
+            name: (meta.dtype, meta.shape, self.hashes[name].hexdigest())
+            for name, meta in self.seen.items()
+        }
+        return SinkReport()
+
+    def abort(self) -> EngineState:
+        return EngineState.TORN if self.hashes else EngineState.UNCHANGED
+
+    def release(self) -> None:
+        self.hashes = {}
+
+
+def recording() -> RecordingSink:
+    return RecordingSink()
+
+
+def discarding() -> DiscardSink:
+    return DiscardSink()
+
+
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _work(pipe: Connection, rank: int, world_size: int, sink: str) -> None:
+    make = _resolve(sink)
+    torch.set_num_threads(1)
+    worker = serve.Worker(make_sink=lambda opened: make(), rank=rank, world_size=world_size)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(worker, method, args))
+
+
+def _answer(worker: serve.Worker, method: str, args: Sequence[Any]) -> Any:
+    match method:
+        case "update_weights_from_bucket":
+            return serve.update(worker, *args)
+        case "bucketsync_status":
+            return serve.status(worker)
+        case "bucketsync_release":
+            return serve.release(worker)
+        case "loaded":
+            return RecordingSink.last
+        case "resources":
+            return {
+                "fds": len(os.listdir("/proc/self/fd")),
+                "rss_kib": _rss_kib(),
+                "mapped": sum(".seg" in line for line in open("/proc/self/maps")),
+            }
+    raise ValueError(method)
+
+
+def _rss_kib() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+class FakeEngine:
+    """The parent's end. Close it, or use it as a context manager."""
+
+    is_in_process = False
+
+    def __init__(self, sink: str = "support.fake_engine:recording", *, world_size: int = 1) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.finished: list[str] = []
+        self.pauses = 0
+        self.world_size = world_size
+        self.processes = []
+        self._pipes: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(theirs, rank, world_size, sink), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        self.call("resources")
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def num_workers(self) -> int:
+        return self.world_size
+
+    def check_ready(self) -> None:
+        pass
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((method, args))
+        return [self._receive(pipe, process) for pipe, process in zip(self._pipes, self.processes)]
+
+    @contextlib.contextmanager
+    def paused(self, *, timeout_s: float) -> Iterator[None]:
+        self.pauses += 1
+        yield
+
+    def finish(self, version: str) -> None:
+        self.finished.append(version)
+
+    def close(self) -> None:
+        pass
+
+    def kill(self, rank: int = 0, number: int = signal.SIGKILL) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+            process.close()
+        self.processes = []
+
+    def _receive(self, pipe: Connection, process: Any) -> Any:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s:
+            if pipe.poll(0.05):
+                try:
+                    return pipe.recv()
+                except EOFError:
+                    break
+            if not process.is_alive():
+                break
+        raise RuntimeError(f"worker {process.pid} is gone")

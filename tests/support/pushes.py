@@ -1,0 +1,88 @@
+"""Drives a weight sink as a receiver does, through one bucket that is used again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from vllm_bucketsync.layout import (
+    ALIGNMENT_BYTES,
+    BucketLayout,
+    Manifest,
+    TensorMeta,
+    plan_buckets,
+)
+from vllm_bucketsync.sinks import Piece, Sink, SinkReport
+
+# What a bucket holds once its tensors were taken over: a view that was kept shows it.
+POISON = 0xA5
+
+
+def metas_of(
+    tensors: Mapping[str, torch.Tensor], *, buffers: Iterable[str] = ()
+) -> list[TensorMeta]:
+    """Describe tensors as a sender does; those named in ``buffers`` are buffers."""
+    is_buffer = set(buffers)
+    return [
+        TensorMeta(
+            name=name,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            num_bytes=tensor.nbytes,
+            is_buffer=name in is_buffer,
+        )
+        for name, tensor in tensors.items()
+    ]
+
+
+def load_all(
+    sink: Sink,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    slot_size_bytes: int,
+    metas: list[TensorMeta] | None = None,
+) -> None:
+    """Send tensors through one reused bucket, which is poisoned after each load."""
+    metas = metas_of(tensors) if metas is None else metas
+    layout = BucketLayout(slot_size_bytes=-(-slot_size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    plain = [
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()
+    ]
+    bucket = torch.full((layout.slot_size_bytes,), POISON, dtype=torch.uint8)
+    for entries in plan_buckets(metas, layout=layout):
+        pieces = []
+        for entry in entries:
+            data = bucket[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
+            data.copy_(plain[entry.index][entry.first_byte : entry.first_byte + entry.num_bytes])
+            pieces.append(
+                Piece(
+                    index=entry.index,
+                    meta=metas[entry.index],
+                    first_byte=entry.first_byte,
+                    data=data,
+                )
+            )
+        try:
+            sink.load(pieces)
+        finally:
+            bucket.fill_(POISON)
+
+
+def push(
+    sink: Sink,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    slot_size_bytes: int = 1 << 16,
+    buffers: Iterable[str] = (),
+    declared: bool = True,
+) -> SinkReport:
+    """Run one whole update, declared by a manifest or streamed without one."""
+    metas = metas_of(tensors, buffers=buffers)
+    try:
+        sink.open(Manifest(metas) if declared else None)
+        load_all(sink, tensors, slot_size_bytes=slot_size_bytes, metas=metas)
+        sink.prepare()
+        return sink.commit()
+    finally:
+        sink.release()

@@ -1,0 +1,90 @@
+"""What the command line ends with, and what it says, before anything is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_bucketsync
+from vllm_bucketsync import cli
+from vllm_bucketsync.cli import demo, preflight
+from vllm_bucketsync.cli.exits import CommandError, ExitCode
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+
+    assert ended.value.code == ExitCode.OK
+    assert capsys.readouterr().out == f"vllm-bucketsync {vllm_bucketsync.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["demo", "--no-such-option"]])
+def test_a_wrong_command_line_is_a_usage_error(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+
+    assert ended.value.code == ExitCode.USAGE
+
+
+def test_the_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
+    assert all(f"  {code.value} " in text for code in ExitCode)
+
+
+def test_a_command_s_error_becomes_its_text_and_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    code = cli.main(["demo"])
+
+    assert code == ExitCode.UNAVAILABLE
+    assert "pip install 'vllm-bucketsync[cpu]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "require_vllm", interrupt)
+
+    assert cli.main(["demo"]) == ExitCode.INTERRUPTED
+
+
+def test_a_torchvision_that_does_not_load_is_named_with_the_command_that_helps(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "torchvision.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from vllm_bucketsync import cli; sys.exit(cli.main(['demo']))"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=30
+    )
+
+    assert result.returncode == ExitCode.UNAVAILABLE
+    assert "operator torchvision::nms does not exist" in result.stderr
+    assert "pip uninstall -y torchvision" in result.stderr
+
+
+def test_an_environment_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    with pytest.raises(CommandError) as refused:
+        preflight.require_vllm()
+
+    assert refused.value.code is ExitCode.UNAVAILABLE

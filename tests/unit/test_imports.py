@@ -1,0 +1,53 @@
+"""Importing does nothing: what must not be loaded is not, in a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORBIDDEN = [
+    ("vllm_bucketsync", {"torch", "vllm", "zmq", "msgspec", "httpx", "rich"}),
+    ("vllm_bucketsync.plugin", {"torch", "vllm", "zmq", "msgspec", "httpx", "rich"}),
+    ("vllm_bucketsync.errors", {"torch", "vllm", "zmq", "msgspec"}),
+    ("vllm_bucketsync.layout", {"torch", "vllm", "zmq"}),
+    ("vllm_bucketsync.config", {"torch", "vllm", "zmq"}),
+    ("vllm_bucketsync.messages", {"torch", "vllm", "zmq"}),
+    ("vllm_bucketsync.session", {"torch", "vllm", "zmq"}),
+    ("vllm_bucketsync.sender", {"vllm"}),
+    ("vllm_bucketsync.receiver", {"vllm", "vllm_bucketsync.sender", "vllm_bucketsync.sync"}),
+    ("vllm_bucketsync.sources", {"vllm"}),
+    ("vllm_bucketsync.sync", {"vllm", "vllm_bucketsync.worker"}),
+    ("vllm_bucketsync.cli", {"torch", "vllm", "zmq", "transformers"}),
+]
+
+
+def run(script: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30
+    )
+    return result.stdout
+
+
+@pytest.mark.parametrize(("module", "banned"), FORBIDDEN, ids=[m for m, _ in FORBIDDEN])
+def test_importing_a_module_loads_nothing_it_must_not(module: str, banned: set[str]) -> None:
+    loaded = run(f"import sys, {module}; print(*{banned!r} & sys.modules.keys())")
+
+    assert loaded.split() == []
+
+
+@pytest.mark.parametrize("module", ["vllm_bucketsync", "vllm_bucketsync.plugin"])
+def test_importing_a_module_neither_logs_nor_changes_the_environment(module: str) -> None:
+    seen = run(
+        "import logging, os; logging.basicConfig(level=0, format='%(message)s'); "
+        f"before = dict(os.environ); import {module}; print(os.environ == before)"
+    )
+
+    assert seen.split() == ["True"]
+
+
+def test_the_trainer_s_side_works_where_vllm_is_missing() -> None:
+    script = "import sys; sys.modules['vllm'] = None; from vllm_bucketsync import WeightSync"
+
+    assert run(script) == ""

@@ -1,0 +1,69 @@
+"""The command line: ``vllm-bucketsync COMMAND``.
+
+A command is a module of this package with ``add_arguments(parser)`` and
+``run(args) -> ExitCode``. What it needs that is slow to import, it imports in ``run``.
+Exit codes are those of ``exits.ExitCode``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from vllm_bucketsync import __version__
+
+from . import demo
+from .exits import CommandError, ExitCode
+
+COMMANDS = {"demo": demo}
+
+_EXIT_CODES = """\
+exit codes:
+  0    done
+  1    it ran and the outcome is bad: outputs differ, an engine or a push failed
+  2    the command line is wrong
+  3    this environment lacks something; the text says what to install
+  130  interrupted; everything that was started has been stopped
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; the process's own where ``None``.
+
+    Returns:
+        The exit code.
+    """
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return int(COMMANDS[args.command].run(args))
+    except CommandError as error:
+        print(f"vllm-bucketsync: {error}", file=sys.stderr)
+        return int(error.code)
+    except KeyboardInterrupt:
+        print("vllm-bucketsync: interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-bucketsync",
+        description="Stream a trainer's weights into running vLLM workers.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, on stderr")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    return parser

@@ -1,0 +1,222 @@
+"""Push weights into a real engine from another process, and prove that outputs follow.
+
+Two tiny random checkpoints are built; nothing is downloaded. One engine starts from
+the old one, another from the new one. A trainer, in a process of its own, pushes the
+new weights into the first; from then on both must generate the same, to the last bit
+of every log-probability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .demo_model import PROMPTS, build_checkpoint
+from .exits import CommandError, ExitCode
+from .preflight import require_vllm
+from .progress import Advance, Steps
+from .servers import Completion, Server, environment, log_tail
+
+NUM_TOKENS = 8
+PUSH_TIMEOUT_S = 120.0
+VERSION = "step-1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the demo saw.
+
+    Attributes:
+        before: What the engine generated with the weights that it started with.
+        after: What it generated after the push.
+        expected: What an engine generated that was started from the new checkpoint.
+        report: The trainer's ``PushReport``, as plain data.
+    """
+
+    before: Sequence[Completion]
+    after: Sequence[Completion]
+    expected: Sequence[Completion]
+    report: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Leave the parser as it is: there is nothing to choose."""
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Run the demo, and show what came of it.
+
+    Returns:
+        ``FAILED`` where the outputs are not those of the new checkpoint.
+
+    Raises:
+        CommandError: vLLM is missing, or an engine or the push failed.
+    """
+    started = time.monotonic()
+    with _interrupted_by_signals(), Steps(Console(stderr=True)) as steps:
+        with steps.step("look at this environment"):
+            require_vllm()
+        os.environ.update(environment(os.environ))
+        with _workspace() as folder:
+            outcome = _push_and_generate(folder, steps)
+    console = Console()
+    console.print(_outputs_table(outcome), _report_table(outcome.report))
+    problems = differences(outcome)
+    for problem in problems:
+        console.print(f"[red]wrong:[/red] {problem}")
+    if problems:
+        return ExitCode.FAILED
+    num_tokens = sum(len(completion.token_ids) for completion in outcome.after)
+    console.print(
+        f"[green]ok:[/green] {num_tokens} tokens and their log-probabilities are those of an "
+        f"engine started from the new checkpoint; {time.monotonic() - started:.0f} s in all"
+    )
+    return ExitCode.OK
+
+
+def differences(outcome: Outcome) -> list[str]:
+    """Return what is wrong with an outcome, a sentence each; nothing where all is well."""
+    problems = []
+    for after, expected in zip(outcome.after, outcome.expected, strict=True):
+        if after.token_ids != expected.token_ids:
+            problems.append(
+                f"after {after.prompt!r} the engine generates {after.text!r}, and one started "
+                f"from the new checkpoint {expected.text!r}"
+            )
+        elif after.logprobs != expected.logprobs:
+            pairs = zip(after.logprobs, expected.logprobs, strict=True)
+            distance = max(abs(one - other) for one, other in pairs)
+            problems.append(
+                f"after {after.prompt!r} the words are right, but a log-probability is off by "
+                f"{distance:.3g}"
+            )
+    pairs_of_tokens = zip(outcome.before, outcome.after, strict=True)
+    if all(before.token_ids == after.token_ids for before, after in pairs_of_tokens):
+        problems.append("the push changed no output at all, so nothing is proved")
+    return problems
+
+
+def _push_and_generate(folder: Path, steps: Steps) -> Outcome:
+    old, new = folder / "old-checkpoint", folder / "new-checkpoint"
+    with steps.step("build two random checkpoints"):
+        build_checkpoint(old, seed=1)
+        build_checkpoint(new, seed=2)
+    extension = ["--worker-extension-cls", "vllm_bucketsync.WorkerExtension"]
+    with (
+        Server.start(old, log=folder / "engine.log", arguments=extension) as engine,
+        Server.start(new, log=folder / "reference.log") as reference,
+    ):
+        with steps.step("start an engine from the old checkpoint, and one from the new"):
+            engine.wait_until_ready()
+            reference.wait_until_ready()
+        with steps.step("generate with the old weights"):
+            before = _generate(engine)
+        with steps.step(f"a trainer process pushes the new weights as {VERSION!r}") as advance:
+            report = _train(new, engine, log=folder / "trainer.log", advance=advance)
+        with steps.step("generate with both engines"):
+            after, expected = _generate(engine), _generate(reference)
+        with steps.step("stop the engines"):
+            engine.stop()
+            reference.stop()
+    return Outcome(before=before, after=after, expected=expected, report=report)
+
+
+def _generate(engine: Server) -> list[Completion]:
+    # One at a time: what shares a batch may change the last bit.
+    return [engine.complete(prompt, num_tokens=NUM_TOKENS) for prompt in PROMPTS]
+
+
+def _train(checkpoint: Path, engine: Server, *, log: Path, advance: Advance) -> dict[str, Any]:
+    module = "vllm_bucketsync.cli.demo_trainer"
+    command = [sys.executable, "-m", module, str(checkpoint), engine.url, VERSION]
+    last: dict[str, Any] = {}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as trainer,
+        _killed_after(trainer, timeout_s=PUSH_TIMEOUT_S),
+    ):
+        for line in trainer.stdout or ():
+            last = json.loads(line)
+            if "done" in last:
+                advance(last["done"], last["total"])
+    if "report" not in last:
+        reason = last.get("error", f"the trainer ended with code {trainer.returncode}")
+        raise CommandError(f"the push failed: {reason}{log_tail(log)}{log_tail(engine.log)}")
+    return dict(last["report"])
+
+
+@contextmanager
+def _killed_after(process: subprocess.Popen[str], *, timeout_s: float) -> Iterator[None]:
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _workspace() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="vllm-bucketsync-demo-"))
+    try:
+        yield folder
+    except CommandError:
+        # Its text names a log in here.
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """End on SIGTERM and SIGHUP as on Ctrl-C: with everything stopped."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+def _outputs_table(outcome: Outcome) -> Table:
+    table = Table(title="What the engine generates", show_lines=True)
+    for heading in ("prompt", "before", "after the push", "engine started from new checkpoint"):
+        table.add_column(heading)
+    rows = zip(outcome.before, outcome.after, outcome.expected, strict=True)
+    for before, after, expected in rows:
+        table.add_row(before.prompt, before.text, after.text, expected.text)
+    return table
+
+
+def _report_table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"The push of {report['version']!r}", show_header=False)
+    table.add_row("bytes", f"{report['num_bytes']:,}")
+    table.add_row("tensors", str(report["num_tensors"]))
+    table.add_row("buckets", f"{report['num_buckets']} of {report['slot_size_bytes']:,} bytes")
+    table.add_row("workers", str(report["num_workers"]))
+    table.add_row("seconds", f"{report['seconds']:.3f}")
+    table.add_row("GB/s", f"{report['gb_per_s']:.3f}")
+    table.add_row("transport", f"{report['transport']}: {report['transport_reason']}")
+    return table

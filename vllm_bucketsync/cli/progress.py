@@ -1,0 +1,54 @@
+"""What a user sees while a command works: its steps, the one at work, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+# Called with the amount done, and the amount in all where it is known.
+Advance = Callable[[int, int | None], None]
+
+
+class Steps:
+    """Steps that run one after the other, shown until the ``with`` ends.
+
+    On a terminal the step at work moves. Elsewhere each step is a line, printed when it
+    is done, so that a log stays readable.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓[/green]"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def step(self, text: str) -> Iterator[Advance]:
+        """Show one step for as long as the ``with`` takes; yield what moves its bar."""
+        started = time.monotonic()
+        task = self._progress.add_task(text, total=None)
+
+        def advance(done: int, total: int | None) -> None:
+            self._progress.update(task, completed=done, total=total)
+
+        yield advance
+        self._progress.update(task, completed=1, total=1)
+        if not self._console.is_terminal:
+            self._console.print(f"{text} ({time.monotonic() - started:.1f} s)")

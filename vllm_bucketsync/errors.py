@@ -1,0 +1,299 @@
+"""Every error that this package raises on purpose, in one tree.
+
+The classes are grouped by what a caller does next: fix the call, change the
+machine, retry, report, reload. Each also derives from the builtin that a stranger
+would catch, and carries its facts as attributes, so that nobody parses texts.
+
+On the wire an error is plain data: a code, a text, and the primitives named in
+``fields``. No exception object travels; ``from_wire`` builds the class anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, ClassVar
+
+Primitive = str | int | float | bool | None
+Details = dict[str, Primitive | list[str]]
+
+
+class EngineState(StrEnum):
+    """What an engine, or one worker of it, holds after an update ended."""
+
+    COMMITTED = "committed"
+    """The new weights, complete."""
+    UNCHANGED = "unchanged"
+    """Exactly what it held before the update."""
+    TORN = "torn"
+    """Part of the update. Only a complete new update mends it."""
+    UNKNOWN = "unknown"
+    """The worker did not say: it is dead, stopped, or still at work."""
+
+
+class BucketSyncError(Exception):
+    """The root of the tree: everything raised on purpose.
+
+    Attributes:
+        code: The class's name on the wire.
+        fields: Names of the attributes that travel with it.
+        rank: The worker that failed, within its engine; ``None`` where it was the
+            trainer's side.
+        engine_state: What the engine holds now; ``None`` where no update had begun.
+    """
+
+    code: ClassVar[str] = "error"
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    rank: int | None = None
+    engine_state: EngineState | None = None
+
+    def details(self) -> Details:
+        """Return the attributes that travel with the error, as primitives."""
+        return {field: _primitive(getattr(self, field, None)) for field in self.fields}
+
+
+class ConfigError(BucketSyncError, ValueError):
+    """A setting or an argument is wrong; nothing was started."""
+
+    code = "config"
+
+
+class SourceError(BucketSyncError, ValueError):
+    """What was given to push cannot be sent: empty, meta, sparse, a repeated name.
+
+    Attributes:
+        name: The tensor, or ``None`` where it is the source as a whole.
+    """
+
+    code = "source"
+    fields = ("name",)
+
+    def __init__(self, message: str, *, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class UnsupportedError(BucketSyncError, RuntimeError):
+    """This vLLM, torch, device, platform or engine mode cannot do it."""
+
+    code = "unsupported"
+
+
+class EngineBusyError(BucketSyncError, RuntimeError):
+    """Another update, which cannot be cancelled, still runs there."""
+
+    code = "engine_busy"
+
+
+class EngineAsleepError(BucketSyncError, RuntimeError):
+    """The engine's weights are asleep; wake them up before an update."""
+
+    code = "engine_asleep"
+
+
+class EngineUnreachableError(BucketSyncError, ConnectionError):
+    """The engine did not answer, or refused the call.
+
+    Attributes:
+        url: What was asked.
+    """
+
+    code = "engine_unreachable"
+    fields = ("url",)
+
+    def __init__(self, message: str, *, url: str) -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class TransportError(BucketSyncError):
+    """The bytes or the messages did not get across."""
+
+    code = "transport"
+
+
+class ChannelTimeoutError(TransportError, TimeoutError):
+    """Nothing happened before the deadline.
+
+    Attributes:
+        timeout_s: The deadline, in seconds.
+        waiting_for: What was awaited.
+    """
+
+    code = "channel_timeout"
+    fields = ("timeout_s", "waiting_for")
+
+    def __init__(self, *, timeout_s: float, waiting_for: str, advice: str) -> None:
+        super().__init__(f"waited {timeout_s:g} s for {waiting_for}; {advice}")
+        self.timeout_s = timeout_s
+        self.waiting_for = waiting_for
+
+
+class PeerLostError(TransportError, ConnectionError):
+    """The other process is gone.
+
+    Attributes:
+        pid: Its process id, or ``None`` where it never said who it was.
+    """
+
+    code = "peer_lost"
+    fields = ("pid",)
+
+    def __init__(self, message: str, *, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class RegionError(TransportError, OSError):
+    """Shared memory could not be created, opened or trusted."""
+
+    code = "region"
+
+
+class ProtocolError(BucketSyncError, RuntimeError):
+    """The order or the form of the messages was broken; see its two subclasses."""
+
+    code = "protocol"
+
+
+class LocalProtocolError(ProtocolError):
+    """This end broke the order: a fault of this package."""
+
+    code = "local_protocol"
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other end sent what it may not."""
+
+    code = "remote_protocol"
+
+
+class LoadError(BucketSyncError, RuntimeError):
+    """The engine's model refused the weights.
+
+    Attributes:
+        name: The tensor or parameter that the text begins with, or ``None``.
+        problems: One text for each thing found, the first of them included.
+    """
+
+    code = "load"
+    fields: ClassVar[tuple[str, ...]] = ("name", "problems")
+
+    def __init__(
+        self, message: str, *, name: str | None = None, problems: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.problems = tuple(problems)
+
+
+class UnknownTensorError(LoadError):
+    """The engine's model has no place for a tensor, or would skip it in silence."""
+
+    code = "unknown_tensor"
+
+
+class MissingTensorError(LoadError):
+    """A parameter of the engine's model would get no value, or only part of one."""
+
+    code = "missing_tensor"
+
+
+class DuplicateTensorError(LoadError):
+    """Two tensors would land in the same place of the engine's model."""
+
+    code = "duplicate_tensor"
+
+
+class TensorMismatchError(LoadError):
+    """A tensor does not fit the parameter that it is meant for.
+
+    Attributes:
+        expected: Shape or dtype that the engine has, as text.
+        got: Shape or dtype that was sent, as text.
+    """
+
+    code = "tensor_mismatch"
+    fields = ("name", "problems", "expected", "got")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        name: str | None = None,
+        problems: Sequence[str] = (),
+        expected: str = "",
+        got: str = "",
+    ) -> None:
+        super().__init__(message, name=name, problems=problems)
+        self.expected = expected
+        self.got = got
+
+
+class RemoteError(BucketSyncError, RuntimeError):
+    """The other end failed in a way that has no class here.
+
+    Attributes:
+        remote_type: The exception's class over there.
+    """
+
+    code = "remote"
+    fields = ("remote_type",)
+
+    def __init__(self, message: str, *, remote_type: str = "") -> None:
+        super().__init__(message)
+        self.remote_type = remote_type
+
+
+def error_classes() -> dict[str, type[BucketSyncError]]:
+    """Return every class of the tree by its code, the root included."""
+    found: dict[str, type[BucketSyncError]] = {}
+    waiting = [BucketSyncError]
+    while waiting:
+        cls = waiting.pop()
+        found.setdefault(cls.code, cls)  # a user's subclass may have no code of its own
+        waiting.extend(cls.__subclasses__())
+    return found
+
+
+def to_wire(error: BaseException) -> tuple[str, str, Details]:
+    """Return an error as code, text and details; a stranger becomes ``remote``."""
+    if isinstance(error, BucketSyncError):
+        return error.code, str(error), error.details()
+    text = f"{type(error).__name__}: {error}"
+    return RemoteError.code, text, {"remote_type": type(error).__name__}
+
+
+def from_wire(
+    code: str,
+    message: str,
+    details: Details,
+    *,
+    rank: int | None = None,
+    engine_state: EngineState | None = None,
+) -> BucketSyncError:
+    """Build the error that the other end described.
+
+    An unknown code, as a newer peer may send, becomes a ``RemoteError`` that keeps
+    the code as its ``remote_type``.
+    """
+    cls = error_classes().get(code)
+    if cls is None:
+        cls, details = RemoteError, {"remote_type": code}
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    for field in cls.fields:
+        value: Any = details.get(field)
+        setattr(error, field, tuple(value) if isinstance(value, list) else value)
+    error.rank = rank
+    error.engine_state = engine_state
+    return error
+
+
+def _primitive(value: Any) -> Primitive | list[str]:
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, list | tuple):
+        return [str(item) for item in value]
+    return str(value)

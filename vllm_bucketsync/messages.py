@@ -1,0 +1,367 @@
+"""What travels between sender and receiver: typed, versioned, bounded, and inert.
+
+A ``Command`` goes from the sender to a receiver, a ``Reply`` the other way. Each is
+one msgpack map with a ``type`` tag, decoded by msgspec into a frozen struct. Nothing
+that arrives can run, and nothing is believed before ``decode`` and the receiver's own
+checks have passed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from .errors import EngineState, RemoteProtocolError
+from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, TensorMeta
+
+# Raised with every change of a message that an older end would misread.
+PROTOCOL_VERSION = 1
+# Fits MAX_METAS metas with names of MAX_NAME_BYTES.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_METAS = 8192
+MAX_REGIONS = 65_536
+MAX_TENSORS = 1 << 26
+
+T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=65_536)]
+
+
+class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
+    """Opens a region of POSIX shared memory in another process of the host.
+
+    Attributes:
+        id: Random name of the region, for as long as it lives.
+        path: The file, absolute. Gone as soon as every end has opened it.
+        num_bytes: Room for data. The file is one header page longer.
+        canary: What the header page holds, 32 bytes; proves that it is this region.
+    """
+
+    id: ShortText
+    path: Annotated[str, msgspec.Meta(max_length=4096)]
+    num_bytes: Count
+    canary: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class InprocHandle(msgspec.Struct, frozen=True, tag="inproc"):
+    """Finds a region of references in this very process.
+
+    Attributes:
+        id: Random name of the region, for as long as it lives.
+        num_bytes: Room for data, by offsets alone: nothing is allocated.
+    """
+
+    id: ShortText
+    num_bytes: Count
+
+
+Handle = ShmHandle | InprocHandle
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A stretch of a handle's bytes that buckets name by its number.
+
+    Attributes:
+        handle: Which handle of the ``Open``.
+        offset_bytes: Where it starts there.
+        num_bytes: Its length.
+    """
+
+    handle: Count
+    offset_bytes: Count
+    num_bytes: Count
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The root of both directions."""
+
+
+class Command(Message, frozen=True, kw_only=True):
+    """Goes from the sender to one receiver."""
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    """Goes from a receiver to its sender."""
+
+
+class Hello(Reply, frozen=True, kw_only=True, tag="hello"):
+    """Who a receiver is, and what it still holds.
+
+    Attributes:
+        token: The secret that only the RPC carried.
+        protocol: ``PROTOCOL_VERSION`` of the receiver.
+        plugin_version: Its ``vllm_bucketsync.__version__``.
+        engine: Which engine of the offer it belongs to.
+        rank: Its rank within its engine.
+        dp_index: Which data-parallel replica of the engine.
+        world_size: Workers of one replica.
+        instance_id: Random, made anew with every worker process.
+        pid: Its process id, as it sees it.
+        host_id: Name of the host.
+        boot_id: The kernel's boot id: memory is shared only within one.
+        device: Its device, as torch writes it.
+        device_uuid: The device's own name, empty for a CPU.
+        transports: Kinds that it can open.
+        regions: Ids of handles that it has open.
+        manifests: Digests of manifests that it holds.
+    """
+
+    token: ShortText
+    protocol: Count
+    plugin_version: ShortText
+    engine: Count
+    rank: Count
+    dp_index: Count
+    world_size: Count
+    instance_id: ShortText
+    pid: Count
+    host_id: ShortText
+    boot_id: ShortText
+    device: ShortText
+    device_uuid: ShortText
+    transports: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=16)]
+    regions: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
+    manifests: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
+
+
+class Open(Command, frozen=True, kw_only=True, tag="open"):
+    """What is about to come, and through which memory.
+
+    Sent again, with the next transport, after a ``Fallback``.
+
+    Attributes:
+        update_id: Random name of the update.
+        version: The user's name for these weights.
+        kind: Which sink takes them: ``weights`` or ``discard``.
+        transport: How the regions are shared.
+        handles: The shared memory.
+        regions: The stretches of it that buckets are put in.
+        layout: What both ends plan with.
+        manifest: Digest of the manifest; ``None`` for a stream seen for the first time.
+        num_metas: Metas that follow in ``Metas`` messages; 0 where the receiver holds
+            the manifest, or where there is none.
+        is_declared: The manifest is a promise; else it is what the last stream was.
+        partial: Patterns of parameter names that may be left without a value.
+    """
+
+    update_id: ShortText
+    version: ShortText
+    kind: ShortText
+    transport: ShortText
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    layout: BucketLayout
+    manifest: ShortText | None = None
+    num_metas: Annotated[int, msgspec.Meta(ge=0, le=MAX_TENSORS)] = 0
+    is_declared: bool = False
+    partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=1024)] = ()
+
+
+class Metas(Command, frozen=True, kw_only=True, tag="metas"):
+    """The next part of the manifest.
+
+    Attributes:
+        metas: At most ``MAX_METAS``.
+    """
+
+    metas: Annotated[tuple[TensorMeta, ...], msgspec.Meta(max_length=MAX_METAS)]
+
+
+class Ready(Reply, frozen=True, kw_only=True, tag="ready"):
+    """Regions are open, the manifest fits, nothing is written yet."""
+
+
+class Fallback(Reply, frozen=True, kw_only=True, tag="fallback"):
+    """This transport does not work here; offer the next one.
+
+    Attributes:
+        transport: The one that failed.
+        reason: Why, for people.
+    """
+
+    transport: ShortText
+    reason: Text
+
+
+class Batch(Command, frozen=True, kw_only=True, tag="batch"):
+    """A bucket is filled.
+
+    Attributes:
+        seq: Counts from 0 within the update.
+        region: Which region holds it.
+        entries: Its tensors; ``None`` where both ends planned the same.
+        metas: What a stream had to say of the tensors that begin in it; ``()`` for
+            those that the manifest names.
+    """
+
+    seq: Count
+    region: Count
+    entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
+    metas: Annotated[tuple[TensorMeta, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
+
+
+class Ack(Reply, frozen=True, kw_only=True, tag="ack"):
+    """No byte of the bucket is needed any more.
+
+    Attributes:
+        seq: The bucket.
+    """
+
+    seq: Count
+
+
+class Deviate(Command, frozen=True, kw_only=True, tag="deviate"):
+    """The stream leaves the manifest; batches carry entries and metas from here on.
+
+    Attributes:
+        index: The first tensor that the manifest does not name.
+    """
+
+    index: Count
+
+
+class Finish(Command, frozen=True, kw_only=True, tag="finish"):
+    """Everything was sent.
+
+    Attributes:
+        num_batches: Buckets.
+        num_tensors: Tensors.
+        num_bytes: Bytes of all tensors, without alignment.
+        manifest: Digest of what was sent.
+    """
+
+    num_batches: Count
+    num_tensors: Count
+    num_bytes: Count
+    manifest: ShortText
+
+
+class Prepared(Reply, frozen=True, kw_only=True, tag="prepared"):
+    """Complete and valid here; a commit will not find anything missing."""
+
+
+class Commit(Command, frozen=True, kw_only=True, tag="commit"):
+    """Every receiver of every sender is prepared."""
+
+
+class Done(Reply, frozen=True, kw_only=True, tag="done"):
+    """The new weights are in use.
+
+    Attributes:
+        cloned_bytes: Bytes that had to be copied aside while loading.
+        skipped: Names that the engine has no place for and was allowed to skip.
+        notes: Anything else that a user should read.
+        load_s: Seconds spent in the sink.
+        wait_s: Seconds spent waiting for the sender.
+    """
+
+    cloned_bytes: Count = 0
+    skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
+    notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)] = ()
+    load_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class Abort(Command, frozen=True, kw_only=True, tag="abort"):
+    """Forget this update.
+
+    Attributes:
+        reason: Why, for people.
+    """
+
+    reason: Text
+
+
+class Aborted(Reply, frozen=True, kw_only=True, tag="aborted"):
+    """The update is forgotten.
+
+    Attributes:
+        state: What the worker holds now.
+    """
+
+    state: EngineState
+
+
+class Error(Reply, frozen=True, kw_only=True, tag="error"):
+    """The receiver failed, has undone what it could, and has left the update.
+
+    Attributes:
+        code: The class of the error (``errors.py``).
+        message: Its text.
+        details: Its attributes.
+        state: What the worker holds now.
+    """
+
+    code: ShortText
+    message: Text
+    details: dict[ShortText, str | int | float | bool | list[str] | None]
+    state: EngineState
+
+
+_COMMANDS = Open | Metas | Batch | Deviate | Finish | Commit | Abort
+_REPLIES = Hello | Ready | Fallback | Ack | Prepared | Done | Aborted | Error
+_ENCODER = msgspec.msgpack.Encoder()
+_COMMAND_DECODER = msgspec.msgpack.Decoder(_COMMANDS)
+_REPLY_DECODER = msgspec.msgpack.Decoder(_REPLIES)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Return the command that ``data`` holds.
+
+    Raises:
+        RemoteProtocolError: It holds no command of this protocol version.
+    """
+    return _decode(_COMMAND_DECODER, data, "command")
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Return the reply that ``data`` holds.
+
+    Raises:
+        RemoteProtocolError: It holds no reply of this protocol version.
+    """
+    return _decode(_REPLY_DECODER, data, "reply")
+
+
+def check_meta(meta: TensorMeta) -> None:
+    """Refuse a meta that no tensor can have.
+
+    Raises:
+        RemoteProtocolError: A name, a shape or a size is out of bounds.
+    """
+    name_bytes = len(meta.name.encode())
+    is_sane = (
+        0 < name_bytes <= MAX_NAME_BYTES
+        and len(meta.dtype) <= MAX_NAME_BYTES
+        and len(meta.shape) <= MAX_DIMS
+        and min(meta.shape, default=0) >= 0
+        and meta.num_bytes >= 0
+    )
+    if not is_sane:
+        raise RemoteProtocolError(
+            f"a tensor's description is out of bounds: name of {name_bytes} bytes (1 to "
+            f"{MAX_NAME_BYTES}), {len(meta.shape)} dimensions (at most {MAX_DIMS}), "
+            f"{meta.num_bytes} bytes"
+        )
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(
+            f"a {what} of {len(data)} bytes arrived; at most {MAX_MESSAGE_BYTES} are allowed"
+        )
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(
+            f"no {what} of protocol {PROTOCOL_VERSION}: {error}; both ends must run the "
+            f"same version of vllm_bucketsync"
+        ) from error

@@ -1,0 +1,133 @@
+"""How a source becomes buckets: the sender's half of the layout.
+
+Every tensor is copied into its slot before the next one is asked for, so a source may
+reuse its memory. The bytes of a slot are left alone until every worker has
+acknowledged it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .layout import BucketPlanner, Entry, Manifest, TensorMeta, manifest_digest
+from .messages import Batch, Command, Deviate
+from .slots import Slots
+from .sources import Source, byte_view
+
+
+class Packing:
+    """The buckets of one update.
+
+    Attributes:
+        num_batches: Buckets handed out.
+        num_tensors: Tensors that were packed whole.
+        num_bytes: Bytes of those tensors.
+    """
+
+    def __init__(self, source: Source, *, manifest: Manifest | None, slots: Slots) -> None:
+        """Begin with an empty bucket.
+
+        Args:
+            source: Where the tensors come from.
+            manifest: What both ends already know of them: all of it for a declared
+                source, what the last stream was for another, or nothing.
+            slots: The shared memory to pack into.
+        """
+        self._source = source
+        self._manifest = manifest
+        self._slots = slots
+        self._is_planned = manifest is not None
+        self._sent: list[TensorMeta] = []
+        self._entries: list[Entry] = []
+        self._metas: list[TensorMeta] = []
+        self.num_batches = 0
+        self.num_tensors = 0
+        self.num_bytes = 0
+
+    def batches(self, num_acks: Callable[[], int]) -> Iterator[list[Command]]:
+        """Pack the source, one bucket for every step.
+
+        Args:
+            num_acks: Tells how many buckets every worker has acknowledged.
+
+        Yields:
+            What is to be sent to every worker; nothing while all slots are in use.
+
+        Raises:
+            SourceError: The source is not what it declared, or cannot be sent.
+        """
+        planner = BucketPlanner(self._slots.layout)
+        yield from self._wait_for_slot(num_acks)
+        for meta, tensor in self._source.tensors:
+            commands = self._note(meta)
+            if commands:
+                yield commands
+            data = byte_view(tensor)
+            for entry in planner.place(meta.num_bytes):
+                if entry is None:
+                    yield [self._end_bucket()]
+                    yield from self._wait_for_slot(num_acks)
+                    continue
+                self._put(entry, meta)
+                end_byte = entry.first_byte + entry.num_bytes
+                self._slots.write(
+                    self.num_batches, entry.offset_bytes, data[entry.first_byte : end_byte]
+                )
+            self.num_tensors += 1
+            self.num_bytes += meta.num_bytes
+            # The source may need the memory for the next tensor.
+            del tensor, data
+        if self._entries:
+            yield [self._end_bucket()]
+        if self._is_planned and self.num_tensors < len(self._manifest or ()):
+            yield [self._leave_manifest(self.num_tensors)]
+
+    def digest(self) -> str:
+        """Return the digest of what was sent, and keep it for the next stream."""
+        if self._is_planned and self._manifest is not None:
+            sent = self._manifest
+        else:
+            sent = Manifest(self._sent)
+        self._slots.last_manifest = sent
+        return sent.digest
+
+    def describe(self) -> str:
+        """Return how far the packing has come, for messages."""
+        last = f", {self._sent[-1].name}" if self._sent else ""
+        declared = self._source.declared
+        total = "" if declared is None else f" of {len(declared)}"
+        return f"bucket {self.num_batches} (tensor {len(self._sent)}{total}{last})"
+
+    def _note(self, meta: TensorMeta) -> list[Command]:
+        """Keep a meta, and leave the manifest where the stream leaves it."""
+        index = len(self._sent)
+        self._sent.append(meta)
+        if not self._is_planned or self._manifest is None:
+            return []
+        if index < len(self._manifest) and self._manifest.metas[index] == meta:
+            return []
+        return [self._leave_manifest(index)]
+
+    def _leave_manifest(self, index: int) -> Deviate:
+        self._is_planned = False
+        return Deviate(index=index)
+
+    def _put(self, entry: Entry, meta: TensorMeta) -> None:
+        self._entries.append(entry)
+        if not self._is_planned and entry.first_byte == 0:
+            self._metas.append(meta)
+
+    def _end_bucket(self) -> Batch:
+        batch = Batch(
+            seq=self.num_batches,
+            region=self.num_batches % self._slots.num_slots,
+            entries=None if self._is_planned else tuple(self._entries),
+            metas=tuple(self._metas),
+        )
+        self.num_batches += 1
+        self._entries, self._metas = [], []
+        return batch
+
+    def _wait_for_slot(self, num_acks: Callable[[], int]) -> Iterator[list[Command]]:
+        while self.num_batches - num_acks() >= self._slots.num_slots:
+            yield []

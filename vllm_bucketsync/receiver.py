@@ -1,0 +1,285 @@
+"""Worker side of one update, up to but not into the model: it drives a sink.
+
+A stepper: commands in, replies out. It opens regions, keeps the account of what
+arrived, and never raises: whatever fails becomes an ``Error`` reply, after the sink has
+undone what it can. Sockets and clocks are in ``serve.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .arrivals import Arrivals, check_manifest
+from .errors import (
+    BucketSyncError,
+    EngineState,
+    RemoteProtocolError,
+    TransportError,
+    UnsupportedError,
+    to_wire,
+)
+from .layout import Manifest, TensorMeta
+from .messages import (
+    Abort,
+    Aborted,
+    Ack,
+    Batch,
+    Command,
+    Commit,
+    Deviate,
+    Done,
+    Error,
+    Fallback,
+    Finish,
+    Hello,
+    Metas,
+    Open,
+    Prepared,
+    Ready,
+    Reply,
+)
+from .session import Role, Session
+from .sinks import Piece, Sink
+from .transport.base import OpenedRegion
+from .transport.registry import open_region
+
+logger = logging.getLogger(__name__)
+
+MAX_MANIFESTS = 4
+
+
+@dataclass(slots=True)
+class ReceiverMemory:
+    """What a worker keeps between updates, so that a warm one sends almost nothing.
+
+    Attributes:
+        regions: Opened regions by id.
+        manifests: The last ``MAX_MANIFESTS`` manifests by digest.
+        is_torn: An earlier update failed half-way and nothing has mended it yet.
+    """
+
+    regions: dict[str, OpenedRegion] = field(default_factory=dict)
+    manifests: OrderedDict[str, Manifest] = field(default_factory=OrderedDict)
+    is_torn: bool = False
+
+    def remember(self, manifest: Manifest) -> None:
+        """Keep a manifest, and drop the one that was not used for longest."""
+        self.manifests[manifest.digest] = manifest
+        self.manifests.move_to_end(manifest.digest)
+        while len(self.manifests) > MAX_MANIFESTS:
+            self.manifests.popitem(last=False)
+
+    def drop_dead_regions(self) -> None:
+        """Close the regions whose owner is gone."""
+        for key in [key for key, region in self.regions.items() if not region.owner_is_alive()]:
+            self.regions.pop(key).close()
+
+    def release(self) -> None:
+        """Close every region. Idempotent; the next update opens them again."""
+        while self.regions:
+            self.regions.popitem()[1].close()
+
+
+class Receiver:
+    """One update, seen from a worker.
+
+    Attributes:
+        session: Where the protocol stands.
+        opened: The offer that was accepted, or ``None`` before it.
+        state: What the worker holds once the session has ended.
+        error: Why it failed, as the error that was replied.
+    """
+
+    def __init__(
+        self, *, memory: ReceiverMemory, make_sink: Callable[[Open], Sink], rank: int = 0
+    ) -> None:
+        self._memory = memory
+        self._make_sink = make_sink
+        self._rank = rank
+        self._sink: Sink | None = None
+        self._metas: list[TensorMeta] = []
+        self._manifest: Manifest | None = None
+        self._arrivals: Arrivals | None = None
+        self._load_s = 0.0
+        self._begin_s = time.monotonic()
+        self.session = Session(Role.RECEIVER)
+        self.opened: Open | None = None
+        self.state: EngineState | None = None
+        self.error: Error | None = None
+
+    def greet(self, hello: Hello) -> Hello:
+        """Return ``hello``, having taken note of it."""
+        self.session.send(hello)
+        return hello
+
+    def step(self, command: Command) -> list[Reply]:
+        """Do what a command asks for, and return what is to be replied.
+
+        Every failure is a reply: ``Error`` ends the session, with the worker's state.
+        """
+        begin_s = time.monotonic()
+        try:
+            self.session.receive(command)
+            replies = self._handle(command)
+            for reply in replies:
+                self.session.send(reply)
+        # The one place where a worker turns any failure into a message.
+        except Exception as error:  # noqa: BLE001
+            return [self.fail(error)]
+        finally:
+            self._load_s += time.monotonic() - begin_s
+        return replies
+
+    def fail(self, error: BaseException) -> Error:
+        """Undo what can be undone, end the session, and return the reply for it.
+
+        A session that has ended keeps its outcome.
+        """
+        if not isinstance(error, BucketSyncError):
+            logger.error("update failed in worker %d", self._rank, exc_info=error)
+        state = self._abort()
+        code, message, details = to_wire(error)
+        reply = Error(code=code, message=message[:65_000], details=details, state=state)
+        if not self.session.has_ended:
+            self.session.send(reply)
+            self.error = reply
+        return reply
+
+    def release(self) -> None:
+        """Drop what was kept for this update. Idempotent."""
+        if self._sink is not None:
+            self._sink.release()
+        self._sink = None
+        self._arrivals = None
+        self._metas = []
+
+    def _handle(self, command: Command) -> list[Reply]:
+        match command:
+            case Open():
+                return self._open(command)
+            case Metas(metas=metas):
+                self._metas.extend(metas)
+                return self._begin() if not self.session.num_metas_due else []
+            case Batch():
+                return [self._load(command)]
+            case Deviate(index=index):
+                arrivals, sink = self._running()
+                arrivals.deviate(index)
+                sink.deviate(index)
+                return []
+            case Finish():
+                arrivals, sink = self._running()
+                self._memory.remember(arrivals.finish(command))
+                sink.prepare()
+                return [Prepared()]
+            case Commit():
+                return [self._commit()]
+            case Abort(reason=reason):
+                logger.info("update aborted by the sender: %s", reason)
+                return [Aborted(state=self._abort())]
+        raise RemoteProtocolError(f"{type(command).__name__} is not known here")
+
+    def _open(self, command: Open) -> list[Reply]:
+        for region in command.regions:
+            fits = region.handle < len(command.handles) and (
+                region.offset_bytes + region.num_bytes <= command.handles[region.handle].num_bytes
+            )
+            if not fits:
+                raise RemoteProtocolError(f"{region} reaches past the shared memory")
+        self.opened = command
+        self._metas = []
+        return self._begin() if not command.num_metas else []
+
+    def _begin(self) -> list[Reply]:
+        """Open the shared memory, then the sink: nothing is written before both did."""
+        opened = self._offer()
+        try:
+            for handle in opened.handles:
+                if handle.id not in self._memory.regions:
+                    self._memory.regions[handle.id] = open_region(opened.transport, handle)
+        except (TransportError, UnsupportedError) as error:
+            logger.warning("transport %s does not work here: %s", opened.transport, error)
+            return [Fallback(transport=opened.transport, reason=str(error))]
+        self._manifest = self._named_manifest(opened)
+        self._arrivals = Arrivals(self._manifest, layout=opened.layout)
+        if self._sink is None:
+            self._sink = self._make_sink(opened)
+            self._sink.open(self._manifest)
+        return [Ready()]
+
+    def _named_manifest(self, opened: Open) -> Manifest | None:
+        if opened.manifest is None:
+            return None
+        if opened.num_metas:
+            self._memory.remember(check_manifest(self._metas, digest=opened.manifest))
+            self._metas = []
+        manifest = self._memory.manifests.get(opened.manifest)
+        if manifest is None:
+            raise RemoteProtocolError(
+                f"manifest {opened.manifest[:12]} is not known here, and no metas came with it"
+            )
+        return manifest
+
+    def _load(self, batch: Batch) -> Ack:
+        opened = self._offer()
+        arrivals, sink = self._running()
+        if batch.region >= len(opened.regions):
+            raise RemoteProtocolError(f"region {batch.region} of {len(opened.regions)}")
+        region = opened.regions[batch.region]
+        memory = self._memory.regions[opened.handles[region.handle].id]
+        pieces = [
+            Piece(
+                index=entry.index,
+                meta=meta,
+                first_byte=entry.first_byte,
+                data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
+            )
+            for entry, meta in arrivals.accept(batch, capacity_bytes=region.num_bytes)
+        ]
+        sink.load(pieces)
+        return Ack(seq=batch.seq)
+
+    def _commit(self) -> Done:
+        opened = self._offer()
+        _, sink = self._running()
+        report = sink.commit()
+        self.state = EngineState.COMMITTED
+        if not opened.partial:
+            self._memory.is_torn = False
+        return Done(
+            cloned_bytes=report.cloned_bytes,
+            skipped=report.skipped,
+            notes=report.notes,
+            load_s=self._load_s,
+            wait_s=time.monotonic() - self._begin_s - self._load_s,
+        )
+
+    def _abort(self) -> EngineState:
+        """Abort the sink once; a worker that was torn before stays torn."""
+        if self.state is not None:
+            return self.state
+        state = EngineState.UNCHANGED
+        if self._sink is not None:
+            try:
+                state = self._sink.abort()
+            # Whatever an abort fails with, the answer is the same: part of it is there.
+            except Exception:
+                logger.exception("worker %d could not undo the update", self._rank)
+                state = EngineState.TORN
+        self._memory.is_torn |= state is EngineState.TORN
+        self.state = EngineState.TORN if self._memory.is_torn else state
+        return self.state
+
+    def _offer(self) -> Open:
+        if self.opened is None:
+            raise RemoteProtocolError("nothing was offered yet")
+        return self.opened
+
+    def _running(self) -> tuple[Arrivals, Sink]:
+        if self._arrivals is None or self._sink is None:
+            raise RemoteProtocolError("nothing was opened yet")
+        return self._arrivals, self._sink

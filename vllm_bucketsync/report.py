@@ -1,0 +1,78 @@
+"""What an update came to, as plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What one worker did with an update.
+
+    Attributes:
+        rank: Its rank within its engine.
+        dp_index: Which data-parallel replica of the engine.
+        pid: Its process id, as it sees it.
+        device: Its device, as torch writes it.
+        load_s: Seconds spent loading.
+        wait_s: Seconds spent waiting for the sender.
+        cloned_bytes: Bytes copied aside because they had to outlive their bucket.
+        notes: Anything else that a user should read.
+    """
+
+    rank: int
+    dp_index: int
+    pid: int
+    device: str
+    load_s: float
+    wait_s: float
+    cloned_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """What one push came to.
+
+    Attributes:
+        update_id: Random name of the update.
+        version: The weights' name, as the engine has it.
+        is_dry_run: Everything was checked and nothing was written.
+        num_tensors: Tensors sent; those that would be, in a dry run.
+        num_bytes: Their bytes.
+        num_buckets: Buckets that carried them.
+        seconds: From the call to its return.
+        transport: What carried them.
+        transport_reason: Why that one.
+        slot_size_bytes: Capacity of one slot.
+        skipped: Names that the engine has no place for and was allowed to skip.
+        workers: One report for each worker; empty for a dry run.
+    """
+
+    update_id: str
+    version: str
+    is_dry_run: bool
+    num_tensors: int
+    num_bytes: int
+    num_buckets: int
+    seconds: float
+    transport: str
+    transport_reason: str
+    slot_size_bytes: int
+    skipped: tuple[str, ...]
+    workers: tuple[WorkerReport, ...]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that took part."""
+        return len(self.workers)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes of the tensors per second of the whole push, in 10^9 bytes."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as data that JSON can hold."""
+        return asdict(self) | {"num_workers": self.num_workers, "gb_per_s": self.gb_per_s}

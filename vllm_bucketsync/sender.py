@@ -1,0 +1,395 @@
+"""Trainer side of one update: a stepper over one session per worker.
+
+Replies in (``receive``), commands out (``advance``). The source is consumed only inside
+``advance``, on the thread that calls it. Sockets, deadlines and the RPC are in
+``transfer.py``; how tensors become buckets is in ``packing.py``.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import (
+    BucketSyncError,
+    EngineState,
+    RemoteProtocolError,
+    TransportError,
+    UnsupportedError,
+    from_wire,
+)
+from .identity import HOST
+from .layout import TensorMeta
+from .messages import (
+    MAX_METAS,
+    PROTOCOL_VERSION,
+    Abort,
+    Aborted,
+    Command,
+    Commit,
+    Done,
+    Error,
+    Fallback,
+    Finish,
+    Hello,
+    Metas,
+    Open,
+    Reply,
+)
+from .packing import Packing
+from .session import Role, Session, State
+from .slots import Slots
+from .sources import Source
+from .transport.registry import Choice
+
+Outgoing = tuple[bytes, Command]
+
+
+class Phase(Enum):
+    """What the sender as a whole is about."""
+
+    GREETING = "greeting"
+    OPENING = "opening"
+    STREAMING = "streaming"
+    FINISHING = "finishing"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+@dataclass(slots=True)
+class Peer:
+    """One worker, seen from the sender.
+
+    Attributes:
+        hello: Who it said it is.
+        session: Where the protocol stands with it.
+        state: What it holds, once that is known.
+        fallback: Why it cannot use the transport that was offered.
+        done: Its report.
+    """
+
+    hello: Hello
+    session: Session
+    state: EngineState = EngineState.UNKNOWN
+    fallback: str | None = None
+    done: Done | None = None
+    is_lost: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come from it."""
+        return self.is_lost or self.session.has_ended
+
+    def __str__(self) -> str:
+        """Return how messages for people name it."""
+        replica = f"replica {self.hello.dp_index} " if self.hello.dp_index else ""
+        return f"{replica}rank {self.hello.rank} pid {self.hello.pid}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What is to be sent, and how.
+
+    Attributes:
+        update_id: Random name of the update.
+        version: The user's name for the weights.
+        token: The secret that only the RPC carried.
+        num_workers: How many have to take part.
+        kind: Which sink takes it.
+        partial: Patterns of parameters that may be left without a value.
+        is_dry_run: Stop when every worker is ready.
+    """
+
+    update_id: str
+    version: str
+    token: str
+    num_workers: int
+    kind: str = "weights"
+    partial: tuple[str, ...] = ()
+    is_dry_run: bool = False
+
+
+@dataclass(slots=True)
+class Sender:
+    """One update, seen from the trainer.
+
+    Attributes:
+        update: What is sent.
+        source: Where the tensors come from.
+        slots: The shared memory, kept between updates.
+        choices: Transports to try, in order.
+        peers: The workers that said hello, by socket identity.
+        phase: What is being done.
+        error: The first failure.
+        packing: What was packed so far; ``None`` before the first bucket.
+    """
+
+    update: Update
+    source: Source
+    slots: Slots
+    choices: list[Choice]
+    peers: dict[bytes, Peer] = field(default_factory=dict)
+    phase: Phase = Phase.GREETING
+    error: BaseException | None = None
+    packing: Packing | None = None
+    _outbox: list[Outgoing] = field(default_factory=list)
+    _stream: Iterator[list[Command]] | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The transport in use, and why."""
+        return self.choices[0]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every worker that said hello has ended."""
+        is_late = self.phase in {Phase.ABORTING, Phase.COMMITTING}
+        return is_late and not self._outbox and all(p.has_ended for p in self.peers.values())
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether every worker voted for the commit."""
+        return self.phase is Phase.FINISHING and self._all_in(State.PREPARED)
+
+    @property
+    def engine_state(self) -> EngineState:
+        """What the engine as a whole holds, as far as the workers said."""
+        states = {peer.state for peer in self.peers.values()}
+        if not states:
+            return EngineState.UNCHANGED
+        if EngineState.TORN in states or states > {EngineState.COMMITTED, EngineState.UNCHANGED}:
+            return EngineState.TORN
+        if EngineState.UNKNOWN in states:
+            return EngineState.UNKNOWN
+        return EngineState.TORN if len(states) > 1 else states.pop()
+
+    def advance(self) -> list[Outgoing]:
+        """Do the next piece of work and return what is to be sent.
+
+        Returns:
+            Commands, each for one worker; empty where replies have to come first. A
+            failure of the source is kept as ``error`` and aborts the update.
+        """
+        phase = None
+        try:
+            while not self._outbox and phase is not self.phase:
+                phase = self.phase
+                self._work()
+        # The user's source may raise anything; it must not leave workers waiting.
+        except BaseException as error:  # noqa: BLE001
+            self.fail(error)
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def receive(self, key: bytes, reply: Reply) -> None:
+        """Take in what a worker said.
+
+        Args:
+            key: Which worker: the identity of its socket.
+            reply: What it said.
+        """
+        try:
+            if isinstance(reply, Hello) and key not in self.peers:
+                self._greet(key, reply)
+            else:
+                self._listen(key, reply)
+        except BucketSyncError as error:
+            self.fail(error)
+
+    def lose(self, key: bytes, error: BucketSyncError) -> None:
+        """Take note that a worker is gone, and abort unless it had ended."""
+        peer = self.peers.get(key)
+        if peer is None or peer.has_ended:
+            return
+        peer.is_lost = True
+        error.rank = peer.hello.rank
+        self.fail(error)
+
+    def commit(self) -> None:
+        """Let every worker commit; only when all of them are prepared."""
+        self.phase = Phase.COMMITTING
+        self._send_all(Commit())
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first failure, and abort on every worker where that is possible."""
+        if self.error is None:
+            self.error = error
+        if self.phase is Phase.COMMITTING:
+            return
+        self.phase = Phase.ABORTING
+        self._abort_all(str(error) or type(error).__name__)
+
+    def waiting_for(self) -> str:
+        """Return what has to happen next, for messages."""
+        late = ", ".join(str(peer) for peer in self.peers.values() if not self._is_on_time(peer))
+        match self.phase:
+            case Phase.GREETING:
+                return f"{len(self.peers)} of {self.update.num_workers} workers said hello; the rest"
+            case Phase.STREAMING if self.packing is not None:
+                return f"{self.packing.describe()}, acknowledgement from {late}"
+            case _:
+                return f"the answer to {self.phase.value} from {late}"
+
+    def _is_on_time(self, peer: Peer) -> bool:
+        if self.phase is Phase.STREAMING and self.packing is not None:
+            return peer.session.num_acks == self.packing.num_batches
+        if self.phase is Phase.OPENING:
+            return peer.session.state is not State.OPENING
+        if self.phase is Phase.FINISHING:
+            return peer.session.state is State.PREPARED
+        return peer.has_ended
+
+    def _greet(self, key: bytes, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.token.encode(), self.update.token.encode()):
+            # Somebody whom an earlier, expired offer sent here.
+            self._outbox.append((key, Abort(reason="this offer has expired")))
+            return
+        session = Session(Role.SENDER)
+        session.receive(hello)
+        taken = [
+            p for p in self.peers.values()
+            if (p.hello.engine, p.hello.dp_index, p.hello.rank)
+            == (hello.engine, hello.dp_index, hello.rank)
+        ]
+        peer = self.peers[key] = Peer(hello, session)
+        if hello.protocol != PROTOCOL_VERSION or hello.boot_id != HOST.boot_id:
+            raise UnsupportedError(
+                f"{peer} speaks protocol {hello.protocol} (vllm_bucketsync "
+                f"{hello.plugin_version}) on boot {hello.boot_id[:8]}; here it is protocol "
+                f"{PROTOCOL_VERSION} on boot {HOST.boot_id[:8]}; run one version on one host"
+            )
+        if taken or len(self.peers) > self.update.num_workers:
+            raise RemoteProtocolError(
+                f"{peer} said hello, but {len(self.peers) - 1} of {self.update.num_workers} "
+                f"expected workers had, {len(taken)} of them with the same rank; check "
+                f"expected_workers"
+            )
+        if self.phase is Phase.ABORTING:
+            self._abort_all(str(self.error))
+
+    def _listen(self, key: bytes, reply: Reply) -> None:
+        peer = self.peers.get(key)
+        if peer is None:
+            return
+        peer.session.receive(reply)
+        match reply:
+            case Fallback(reason=reason):
+                peer.fallback = reason
+            case Done():
+                peer.done, peer.state = reply, EngineState.COMMITTED
+            case Aborted(state=state):
+                peer.state = state
+            case Error(code=code, message=message, details=details, state=state):
+                peer.state = state
+                raise from_wire(code, message, dict(details), rank=peer.hello.rank)
+
+    def _work(self) -> None:
+        match self.phase:
+            case Phase.GREETING if len(self.peers) == self.update.num_workers:
+                self._offer()
+            case Phase.OPENING if not any(
+                peer.session.state is State.OPENING for peer in self.peers.values()
+            ):
+                self._decide()
+            case Phase.STREAMING if self._stream is not None:
+                commands = next(self._stream, None)
+                if commands is None:
+                    self._finish()
+                for command in commands or ():
+                    self._send_all(command)
+            case _:
+                pass
+
+    def _offer(self) -> None:
+        """Offer the first of the transports that are left."""
+        declared = self.source.declared
+        hellos = [peer.hello for peer in self.peers.values()]
+        needed_bytes = None if declared is None else declared.num_bytes
+        if not self.update.is_dry_run:
+            self.slots.prepare(self.choice.kind, needed_bytes=needed_bytes, hellos=hellos)
+        manifest = declared or self.slots.last_manifest
+        if declared is None and manifest is not None:
+            known = all(manifest.digest in hello.manifests for hello in hellos)
+            manifest = manifest if known else None
+        self.packing = Packing(self.source, manifest=manifest, slots=self.slots)
+        for key, peer in self.peers.items():
+            metas: Sequence[TensorMeta] = ()
+            if manifest is not None and manifest.digest not in peer.hello.manifests:
+                metas = manifest.metas
+            opened = Open(
+                update_id=self.update.update_id,
+                version=self.update.version,
+                kind=self.update.kind,
+                transport=self.choice.kind,
+                handles=() if self.update.is_dry_run else self.slots.handles,
+                regions=() if self.update.is_dry_run else self.slots.regions,
+                layout=self.slots.layout,
+                manifest=None if manifest is None else manifest.digest,
+                num_metas=len(metas),
+                is_declared=declared is not None,
+                partial=self.update.partial,
+            )
+            self._send(key, opened)
+            for first in range(0, len(metas), MAX_METAS):
+                self._send(key, Metas(metas=tuple(metas[first : first + MAX_METAS])))
+        self.phase = Phase.OPENING
+
+    def _decide(self) -> None:
+        """Go on, or fall back, once every worker has answered the offer."""
+        reasons = [f"{peer}: {peer.fallback}" for peer in self.peers.values() if peer.fallback]
+        if reasons and len(self.choices) == 1:
+            raise TransportError(
+                f"transport {self.choice.kind} does not work: {'; '.join(reasons)}; nothing "
+                f"was written; there is no other transport to fall back to"
+            )
+        if reasons:
+            failed = self.choices.pop(0)
+            self.choices[0] = self.choice.after(failed, reasons)
+            for peer in self.peers.values():
+                peer.fallback = None
+            self._offer()
+        elif self.update.is_dry_run:
+            self.phase = Phase.ABORTING
+            self._abort_all("dry run")
+        else:
+            self.slots.unlink()
+            self.phase = Phase.STREAMING
+            self._stream = self._packing().batches(self._num_acks)
+
+    def _finish(self) -> None:
+        packing = self._packing()
+        self.phase = Phase.FINISHING
+        self._send_all(
+            Finish(
+                num_batches=packing.num_batches,
+                num_tensors=packing.num_tensors,
+                num_bytes=packing.num_bytes,
+                manifest=packing.digest(),
+            )
+        )
+
+    def _packing(self) -> Packing:
+        if self.packing is None:
+            raise RemoteProtocolError("no worker has said hello yet")
+        return self.packing
+
+    def _num_acks(self) -> int:
+        return min(peer.session.num_acks for peer in self.peers.values())
+
+    def _all_in(self, state: State) -> bool:
+        return all(peer.session.state is state for peer in self.peers.values())
+
+    def _send(self, key: bytes, command: Command) -> None:
+        self.peers[key].session.send(command)
+        self._outbox.append((key, command))
+
+    def _send_all(self, command: Command) -> None:
+        for key in self.peers:
+            self._send(key, command)
+
+    def _abort_all(self, reason: str) -> None:
+        for key, peer in self.peers.items():
+            if not peer.has_ended and peer.session.state is not State.ABORTING:
+                self._send(key, Abort(reason=reason[:65_000]))

@@ -1,0 +1,294 @@
+"""The worker's entry points: what an RPC starts, and what is kept between RPCs.
+
+Nothing here raises and nothing returned is more than a primitive: vLLM's executor gets
+out of step when one worker raises (its replies carry no tags), and its engine core dies
+of a reply that msgpack cannot encode.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from . import __version__, link
+from .channel import Dialer
+from .errors import (
+    BucketSyncError,
+    ChannelTimeoutError,
+    ConfigError,
+    EngineState,
+    PeerLostError,
+    Primitive,
+    UnsupportedError,
+    to_wire,
+)
+from .identity import HOST
+from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply, decode_command, encode
+from .receiver import Receiver, ReceiverMemory
+from .session import State
+from .sinks import Sink
+from .transport.registry import KINDS
+
+logger = logging.getLogger(__name__)
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+Result = dict[str, Any]
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """The argument of the RPC: where the sender is, and how long to wait for it.
+
+    Attributes:
+        protocol: ``PROTOCOL_VERSION`` of the sender.
+        token: The secret that proves that a worker was asked by this sender.
+        endpoints: Where each worker finds its sender: by device UUID, or ``*``.
+        engine: Which engine of the sender this is.
+        connect_timeout_s: Until the first command, in seconds.
+        idle_timeout_s: Between two commands, in seconds.
+    """
+
+    protocol: int
+    token: str
+    endpoints: dict[str, str]
+    engine: int
+    connect_timeout_s: Seconds
+    idle_timeout_s: Seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One worker process, as updates see it: who it is, and what it keeps.
+
+    Attributes:
+        rank: Its rank within its engine.
+        dp_index: Which data-parallel replica of the engine.
+        world_size: Workers of one replica.
+        device: Its device, as torch writes it.
+        device_uuid: The device's own name; empty for a CPU.
+        make_sink: Makes the sink that an offer asks for.
+        memory: What makes the next update warm.
+        instance_id: Random, made anew with every worker process.
+        version: The weights that it holds; ``None`` before the first update.
+        update_id: The update that brought them.
+        num_updates: Updates that were committed.
+        num_failures: Updates that were not.
+        transport: What the last update came through.
+    """
+
+    make_sink: Callable[[Open], Sink]
+    rank: int = 0
+    dp_index: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    device_uuid: str = ""
+    memory: ReceiverMemory = field(default_factory=ReceiverMemory)
+    instance_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    version: str | None = None
+    update_id: str | None = None
+    num_updates: int = 0
+    num_failures: int = 0
+    transport: str | None = None
+
+    def hello(self, offer: Offer) -> Hello:
+        """Return what this worker says first."""
+        return Hello(
+            token=offer.token,
+            protocol=PROTOCOL_VERSION,
+            plugin_version=__version__,
+            engine=offer.engine,
+            rank=self.rank,
+            dp_index=self.dp_index,
+            world_size=self.world_size,
+            instance_id=self.instance_id,
+            pid=HOST.pid,
+            host_id=HOST.host_id,
+            boot_id=HOST.boot_id,
+            device=self.device,
+            device_uuid=self.device_uuid,
+            transports=KINDS,
+            regions=tuple(self.memory.regions),
+            manifests=tuple(self.memory.manifests),
+        )
+
+    def status(self) -> dict[str, Primitive]:
+        """Return what this worker holds, as primitives."""
+        return {
+            "rank": self.rank,
+            "dp_index": self.dp_index,
+            "pid": HOST.pid,
+            "instance_id": self.instance_id,
+            "plugin_version": __version__,
+            "protocol": PROTOCOL_VERSION,
+            "device": self.device,
+            "version": self.version,
+            "update_id": self.update_id,
+            "is_torn": self.memory.is_torn,
+            "num_updates": self.num_updates,
+            "num_failures": self.num_failures,
+            "transport": self.transport,
+            "region_bytes": sum(r.num_bytes for r in self.memory.regions.values()),
+        }
+
+
+def update(worker: Worker, offer: object) -> Result:
+    """Run one update in this worker, from hello to the end.
+
+    Args:
+        worker: This worker.
+        offer: The RPC's argument, see ``Offer``.
+
+    Returns:
+        Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``, ``error``.
+    """
+    worker.memory.drop_dead_regions()
+    receiver = Receiver(memory=worker.memory, make_sink=worker.make_sink, rank=worker.rank)
+    try:
+        accepted = _accept(offer)
+        endpoint = _endpoint(accepted, worker)
+        if endpoint.startswith(link.SCHEME):
+            _run_linked(worker, receiver, accepted, link.find(endpoint))
+        else:
+            _run_dialled(worker, receiver, accepted, endpoint)
+    # Whatever it was, the caller gets it as data.
+    except Exception as error:  # noqa: BLE001
+        receiver.fail(error)
+    except BaseException as error:
+        receiver.fail(error)
+        raise
+    finally:
+        receiver.release()
+    return _conclude(worker, receiver)
+
+
+def status(worker: Worker) -> Result:
+    """Return what a worker holds, after dropping what has lost its owner."""
+    return _answer(worker, worker.memory.drop_dead_regions)
+
+
+def release(worker: Worker) -> Result:
+    """Close what is kept between updates; the next one opens it again."""
+    return _answer(worker, worker.memory.release)
+
+
+def _answer(worker: Worker, act: Callable[[], None]) -> Result:
+    """Act, and return the worker's status with ``error`` set where that failed."""
+    error: Result | None = None
+    try:
+        act()
+    except Exception as failure:  # noqa: BLE001 - as above
+        error = _error(*to_wire(failure))
+    return worker.status() | {"error": error}
+
+
+def _accept(offer: object) -> Offer:
+    try:
+        accepted = msgspec.convert(offer, Offer)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"the offer is not one of protocol {PROTOCOL_VERSION}: {error}; the trainer and "
+            f"the engine must run the same version of vllm_bucketsync (here {__version__})"
+        ) from error
+    if accepted.protocol != PROTOCOL_VERSION:
+        raise UnsupportedError(
+            f"the trainer speaks protocol {accepted.protocol}, the engine {PROTOCOL_VERSION} "
+            f"(vllm_bucketsync {__version__}); install the same version on both sides"
+        )
+    return accepted
+
+
+def _endpoint(offer: Offer, worker: Worker) -> str:
+    for key in (worker.device_uuid, "*"):
+        if key in offer.endpoints:
+            return offer.endpoints[key]
+    raise ConfigError(
+        f"no sender is offered for device {worker.device_uuid or worker.device!r}, only for "
+        f"{', '.join(offer.endpoints) or 'none'}; every device needs a sender, or one for '*'"
+    )
+
+
+def _run_linked(worker: Worker, receiver: Receiver, offer: Offer, sender: link.Link) -> None:
+    replies: list[Reply] = [receiver.greet(worker.hello(offer))]
+    while True:
+        commands = sender.exchange(replies)
+        if receiver.session.has_ended:
+            return
+        if not commands:
+            raise PeerLostError("the sender of this in-process update ended without a word")
+        replies = [reply for command in commands for reply in receiver.step(command)]
+
+
+def _run_dialled(worker: Worker, receiver: Receiver, offer: Offer, endpoint: str) -> None:
+    with Dialer(endpoint) as channel:
+        channel.send(encode(receiver.greet(worker.hello(offer))))
+        try:
+            while not receiver.session.has_ended:
+                for reply in receiver.step(_next_command(channel, receiver, offer)):
+                    if receiver.session.has_ended:
+                        _say(channel, reply)
+                    else:
+                        channel.send(encode(reply))
+        except BaseException as error:
+            if not receiver.session.has_ended:
+                _say(channel, receiver.fail(error))
+            raise
+
+
+def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
+    is_first = receiver.session.state is State.GREETED
+    timeout_s = offer.connect_timeout_s if is_first else offer.idle_timeout_s
+    deadline_s = time.monotonic() + timeout_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        data = channel.receive(left_s)
+        if data is not None:
+            return decode_command(data)
+    raise ChannelTimeoutError(
+        timeout_s=timeout_s,
+        waiting_for=f"the sender's next command after bucket {receiver.session.num_batches} in "
+        f"state {receiver.session.state.name}",
+        advice=f"the trainer is stopped or slow; raise "
+        f"{'connect' if is_first else 'idle'}_timeout_s if it needs longer",
+    )
+
+
+def _say(channel: Dialer, reply: Reply) -> None:
+    """Tell the sender, if it is still there."""
+    try:
+        channel.send(encode(reply))
+    except BucketSyncError:
+        logger.debug("the sender is gone and was not told", exc_info=True)
+
+
+def _conclude(worker: Worker, receiver: Receiver) -> Result:
+    """Keep what the update left, log one line, and build the RPC's result."""
+    opened = receiver.opened
+    if opened is not None:
+        worker.transport = opened.transport
+    if receiver.state is EngineState.COMMITTED and opened is not None:
+        worker.version, worker.update_id = opened.version, opened.update_id
+        worker.num_updates += 1
+        logger.info(
+            "update %s committed: version %s, %d buckets over %s",
+            opened.update_id, opened.version, receiver.session.num_batches, opened.transport,
+        )
+    elif receiver.error is not None:
+        worker.num_failures += 1
+        logger.error("update failed, engine is %s: %s", receiver.state, receiver.error.message)
+    wire = receiver.error
+    return {
+        "ok": wire is None,
+        "state": None if receiver.state is None else str(receiver.state),
+        "rank": worker.rank,
+        "dp_index": worker.dp_index,
+        "version": worker.version,
+        "error": None if wire is None else _error(wire.code, wire.message, wire.details),
+    }
+
+
+def _error(code: str, message: str, details: Any) -> Result:
+    return {"code": code, "message": message, "details": dict(details)}

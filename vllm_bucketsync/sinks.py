@@ -1,0 +1,141 @@
+"""What a receiver hands tensors to: the contract, and the sink that keeps nothing.
+
+A receiver knows nothing of models. It opens regions, checks what it is told, and
+drives one sink through one update. A new capability is a new sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .errors import EngineState
+from .layout import Manifest, TensorMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A whole tensor, or a fragment of one, as it lies in a region.
+
+    Attributes:
+        index: Which tensor of the manifest.
+        meta: What that tensor is.
+        first_byte: Where the fragment starts within the tensor.
+        data: ``[num_bytes]``, uint8, on the region's device, contiguous. A view:
+            valid until ``Sink.load`` returns. Clone what has to live longer.
+    """
+
+    index: int
+    meta: TensorMeta
+    first_byte: int
+    data: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of the tensor."""
+        return self.data.numel() == self.meta.num_bytes
+
+    def tensor(self) -> torch.Tensor:
+        """Return the whole tensor in its own dtype and shape: a view of ``data``."""
+        return self.data.view(getattr(torch, self.meta.dtype)).view(self.meta.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkReport:
+    """What a sink did with one update.
+
+    Attributes:
+        cloned_bytes: Bytes copied aside because they had to outlive their bucket.
+        skipped: Names that the engine has no place for and was allowed to skip.
+        notes: Anything else that a user should read.
+    """
+
+    cloned_bytes: int = 0
+    skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Sink(Protocol):
+    """One update, seen from where the tensors go.
+
+    Called in this order: ``open``, any number of ``load`` (and at most one
+    ``deviate``), ``prepare``, ``commit``; or ``abort`` after any of them but
+    ``commit``, also after one that raised; ``release`` at the end of it all.
+    """
+
+    def open(self, manifest: Manifest | None) -> None:
+        """Begin. Find everything that can be found before a byte is written.
+
+        Args:
+            manifest: What will come; ``None`` for a stream that was not declared.
+
+        Raises:
+            LoadError: The manifest does not fit. Nothing was changed.
+        """
+
+    def deviate(self, index: int) -> None:
+        """Take note that the stream leaves the manifest at tensor ``index``."""
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        """Take over the tensors of one bucket, in order.
+
+        No byte of the bucket may be needed when this returns.
+        """
+
+    def prepare(self) -> None:
+        """Confirm that the update is complete and can be committed.
+
+        Raises:
+            LoadError: Something is missing.
+        """
+
+    def commit(self) -> SinkReport:
+        """Make the update the one that is used."""
+
+    def abort(self) -> EngineState:
+        """Undo what can be undone, and say what is left."""
+
+    def release(self) -> None:
+        """Drop everything that was kept for this update. Idempotent."""
+
+
+class DiscardSink:
+    """Copies every piece to one scratch buffer, as loading would, and keeps nothing.
+
+    Stands for a model in benchmarks and protocol tests.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def open(self, manifest: Manifest | None) -> None:
+        """Accept any manifest."""
+
+    def deviate(self, index: int) -> None:
+        """Accept any stream."""
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        """Copy each piece once."""
+        for piece in pieces:
+            size = piece.data.numel()
+            if size > self._scratch.numel():
+                self._scratch = torch.empty(size, dtype=torch.uint8, device=piece.data.device)
+            self._scratch[:size].copy_(piece.data)
+
+    def prepare(self) -> None:
+        """Have nothing to miss."""
+
+    def commit(self) -> SinkReport:
+        """Have nothing to commit."""
+        return SinkReport()
+
+    def abort(self) -> EngineState:
+        """Say that nothing changed, since there is nothing."""
+        return EngineState.UNCHANGED
+
+    def release(self) -> None:
+        """Give the scratch buffer back."""
+        self._scratch = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,207 @@
+"""Turns what a user gives to ``push`` into one form, and tensors into bytes.
+
+Everything is pulled on the caller's thread, one tensor at a time: item k+1 is not
+asked for before the consumer wants it, so that generators may gather, merge or load
+inside their own contexts and only one gathered tensor is alive. A *declared* source
+knows all names, dtypes and shapes before the first tensor is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .checkpoint import list_checkpoint, read_tensors
+from .errors import SourceError
+from .layout import Manifest, TensorMeta
+from .names import Names
+from .tensors import (
+    DTYPE_NAMES,
+    SeenTensors,
+    byte_view,
+    check_sendable,
+    check_unchanged,
+    describe,
+    gather,
+    meta_of,
+)
+
+__all__ = ["Source", "byte_view", "meta_of", "open_source"]
+
+Rename = Callable[[str], str]
+_Table = Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What one ``push`` sends.
+
+    Made by ``open_source``; the consumer calls ``close``, also when it stops early.
+
+    Attributes:
+        declared: What will come; ``None`` where only the tensors themselves say it.
+        tensors: The tensors in order. To be consumed once, on the caller's thread.
+            Each is plain and strided, on its own device, in its own dtype, with the
+            shape that its meta says; it may be the trainer's own tensor, so it is
+            only to be read, and let go of before the next one is asked for.
+    """
+
+    declared: Manifest | None
+    tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
+
+    def close(self) -> None:
+        """Close files, and the user's generator on this thread. Idempotent."""
+        if isinstance(self.tensors, Generator):
+            self.tensors.close()
+
+
+def open_source(given: object, *, rename: Rename | None = None) -> Source:
+    """Turn what a user gave into a source.
+
+    Args:
+        given: An ``nn.Module`` (its parameters and persistent buffers; tied tensors
+            once, under their first name), a mapping from name to tensor, a list or
+            tuple of (name, tensor), a folder or file of safetensors (``str`` or
+            ``Path``), or any other iterable of (name, tensor).
+        rename: Called with each name after the trainers' wrappers were stripped from
+            it; returns the checkpoint name.
+
+    Returns:
+        A declared source, or a streamed one for an iterable that is none of the
+        others. Nothing is held open before its first tensor is asked for.
+
+    Raises:
+        SourceError: It cannot be sent. For a streamed source this comes from
+            ``tensors``, also where it ends without one.
+    """
+    names = Names(rename)
+    match given:
+        case nn.Module():
+            return _open_module(given, names)
+        case Mapping():
+            return _open_mapping(given, names)
+        case list() | tuple() | ItemsView():
+            return _open_pairs(list(given), names)
+        case str() | Path():
+            return _open_checkpoint(Path(given).expanduser(), names)
+        case Iterable() if not isinstance(given, torch.Tensor | bytes | bytearray):
+            if not hasattr(given, "__array__"):
+                return Source(declared=None, tensors=_stream(given, names))
+    raise SourceError(
+        f"a {_kind(given)} was given; expected a module, a state_dict, (name, tensor) pairs, or "
+        f"the path of a checkpoint"
+    )
+
+
+def _open_module(module: nn.Module, names: Names) -> Source:
+    metas: list[TensorMeta] = []
+    places: list[tuple[_Table, str]] = []
+    seen = SeenTensors()
+    for name, table, leaf, is_buffer in _walk(module):
+        tensor = check_sendable(name, table[leaf])
+        if seen.add(tensor):
+            metas.append(describe(names.take(name), tensor, is_buffer=is_buffer))
+            places.append((table, leaf))
+    # Looked up anew: a trainer may replace a parameter after it was declared.
+    return _declare(metas, lambda: (table.get(leaf) for table, leaf in places), what="module")
+
+
+def _walk(module: nn.Module) -> Iterator[tuple[str, _Table, str, bool]]:
+    """Name all parameters and persistent buffers, those of one module together."""
+    for prefix, owner in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for leaf, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield start + leaf, owner._parameters, leaf, False
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
+                yield start + leaf, owner._buffers, leaf, True
+
+
+def _open_mapping(given: Mapping[object, object], names: Names) -> Source:
+    keys = list(given)
+    metas = [meta_of(names.take(key), given[key]) for key in keys]
+    # A lazy mapping would otherwise hold all of its tensors at once.
+    return _declare(metas, lambda: (given.get(key) for key in keys), what="mapping")
+
+
+def _open_pairs(given: list[object], names: Names) -> Source:
+    pairs = [_pair(item, position) for position, item in enumerate(given)]
+    metas = [meta_of(names.take(name), tensor) for name, tensor in pairs]
+    return _declare(metas, lambda: (tensor for _, tensor in pairs), what="list")
+
+
+def _open_checkpoint(path: Path, names: Names) -> Source:
+    stored = list_checkpoint(path)
+    metas = [
+        TensorMeta(
+            names.take(item.name),
+            DTYPE_NAMES[item.dtype],
+            item.shape,
+            item.num_bytes,
+        )
+        for item in stored
+    ]
+    return _declare(metas, lambda: read_tensors(stored), what=f"checkpoint {path}")
+
+
+def _declare(
+    metas: list[TensorMeta], fetch: Callable[[], Iterator[object]], *, what: str
+) -> Source:
+    if not metas:
+        raise SourceError(f"the {what} holds no tensors; nothing was sent")
+    return Source(declared=Manifest(metas), tensors=_fetch_declared(metas, fetch))
+
+
+def _fetch_declared(
+    metas: list[TensorMeta], fetch: Callable[[], Iterator[object]]
+) -> Generator[tuple[TensorMeta, torch.Tensor], None, None]:
+    with ExitStack() as stack:
+        found = fetch()
+        if isinstance(found, Generator):
+            stack.enter_context(closing(found))
+        for meta in metas:
+            tensor = gather(meta, check_unchanged(meta, next(found)))
+            yield meta, tensor
+            # Let go before the next one is gathered or read.
+            del tensor
+
+
+def _stream(
+    given: Iterable[object], names: Names
+) -> Generator[tuple[TensorMeta, torch.Tensor], None, None]:
+    with ExitStack() as stack:
+        if isinstance(given, Generator):
+            # On this thread, so that its own contexts end where they began.
+            stack.enter_context(closing(given))
+        for item in given:
+            name, found = _pair(item, len(names))
+            taken = names.take(name)
+            tensor = check_sendable(taken, found)
+            meta = describe(taken, tensor)
+            tensor = gather(meta, tensor)
+            del item, found
+            yield meta, tensor
+            # Let go before the next one is gathered.
+            del tensor
+    if not len(names):
+        raise SourceError("the iterable ended without a tensor; nothing was sent")
+
+
+def _pair(item: object, position: int) -> tuple[object, object]:
+    match item:
+        case (name, tensor) if isinstance(item, tuple | list):
+            return name, tensor
+    raise SourceError(
+        f"item {position} is a {_kind(item)}; expected (name, tensor), as from "
+        f"named_parameters() or state_dict().items()"
+    )
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,290 @@
+"""Drives one update from the trainer's side: sockets, deadlines, and the RPC's thread.
+
+The decisions are the sender's; this file gives it time. Every wait ends: with a message,
+with the death of a worker, with the end of the RPC, or with a deadline that names what
+it waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .channel import Listener, Lost
+from .clients import UPDATE_METHOD, Engine
+from .config import Settings
+from .errors import (
+    BucketSyncError,
+    ChannelTimeoutError,
+    EngineBusyError,
+    EngineUnreachableError,
+    PeerLostError,
+    RemoteError,
+    RemoteProtocolError,
+    from_wire,
+)
+from .link import register, unregister
+from .messages import PROTOCOL_VERSION, Command, Reply, decode_reply, encode
+from .sender import Phase, Sender
+
+Progress = Callable[[int, int | None], None]
+
+# How often the RPC is looked at while no message comes.
+WATCH_S = 0.05
+# For workers to answer an abort: they are between two commands, or in one load.
+ABORT_TIMEOUT_S = 30.0
+# For the RPC to return after the last worker's last message.
+RETURN_TIMEOUT_S = 30.0
+
+
+class RpcCall:
+    """A call of an engine's workers on a thread of its own, since it cannot be cancelled.
+
+    Attributes:
+        error: What it raised, once it is done.
+        results: What the workers returned, once it is done.
+    """
+
+    def __init__(self, engine: Engine, method: str, *args: Any) -> None:
+        self.error: BaseException | None = None
+        self.results: list[Any] = []
+        self._thread = threading.Thread(
+            target=self._run, args=(engine, method, args), name="bucketsync-rpc", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has returned or raised."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, at most ``timeout_s`` seconds; return ``is_done``."""
+        self._thread.join(timeout_s)
+        return self.is_done
+
+    def _run(self, engine: Engine, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            self.results = engine.call(method, *args)
+        # Kept for the thread that waits.
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+
+
+def run_remote(
+    sender: Sender,
+    *,
+    engine: Engine,
+    listener: Listener,
+    settings: Settings,
+    progress: Progress | None,
+) -> RpcCall:
+    """Run an update whose workers live in other processes.
+
+    Args:
+        sender: The update. Its ``error`` says how it went.
+        engine: Whom to ask.
+        listener: Where the workers connect to.
+        settings: The deadlines.
+        progress: Told the bytes packed so far, and their total where it is known.
+
+    Returns:
+        The RPC. It may still run where a worker is stopped.
+    """
+    call = RpcCall(engine, UPDATE_METHOD, _offer(sender, listener.endpoint, settings))
+    watch = _Watch(sender, settings)
+    try:
+        while not sender.has_ended:
+            _step(sender, listener, call, watch)
+            _tell(sender, progress)
+    # Also Ctrl-C: the workers must not be left waiting.
+    except BaseException as error:  # noqa: BLE001
+        sender.fail(error)
+        _drain(sender, listener)
+    call.wait(RETURN_TIMEOUT_S if sender.error is None else 1.0)
+    return call
+
+
+def run_linked(
+    sender: Sender, *, engine: Engine, settings: Settings, progress: Progress | None
+) -> None:
+    """Run an update whose worker lives in this process, on this very thread."""
+    token = sender.update.token
+    endpoint = register(token, _SenderLink(sender, progress))
+    try:
+        results = engine.call(UPDATE_METHOD, _offer(sender, endpoint, settings))
+        if not sender.has_ended:
+            sender.fail(_early_end(results, None))
+    except Exception as error:  # noqa: BLE001 - whatever vLLM raised, the sender has the verdict
+        sender.fail(error)
+    finally:
+        unregister(token)
+
+
+class _SenderLink:
+    """What an in-process worker pulls its commands from. One worker: one key."""
+
+    def __init__(self, sender: Sender, progress: Progress | None) -> None:
+        self._sender = sender
+        self._progress = progress
+
+    def exchange(self, replies: list[Reply]) -> list[Command]:
+        """See ``Link``: advance until there is something to do, or the session ended."""
+        for reply in replies:
+            self._sender.receive(b"", reply)
+        while not self._sender.has_ended:
+            if self._sender.is_prepared:
+                self._sender.commit()
+            outgoing = self._sender.advance()
+            _tell(self._sender, self._progress)
+            if outgoing:
+                return [command for _, command in outgoing]
+        return []
+
+
+class _Watch:
+    """The deadline of whatever the sender is about, renewed by every progress."""
+
+    def __init__(self, sender: Sender, settings: Settings) -> None:
+        self._sender = sender
+        self._settings = settings
+        self._since_s = time.monotonic()
+        self._phase = sender.phase
+
+    def renew(self) -> None:
+        """Begin to wait anew: something has happened."""
+        self._since_s = time.monotonic()
+
+    def check(self) -> None:
+        """Raise once nothing has happened for too long.
+
+        Raises:
+            ChannelTimeoutError: The deadline of this phase has passed.
+        """
+        if self._sender.phase is not self._phase:
+            self._phase = self._sender.phase
+            self.renew()
+        name, timeout_s = self._timeout()
+        if time.monotonic() - self._since_s > timeout_s:
+            raise ChannelTimeoutError(
+                timeout_s=timeout_s,
+                waiting_for=self._sender.waiting_for(),
+                advice=f"see the engine's log; raise {name} if it needs longer",
+            )
+
+    def _timeout(self) -> tuple[str, float]:
+        match self._sender.phase:
+            case Phase.GREETING:
+                return "connect_timeout_s", self._settings.connect_timeout_s
+            case Phase.COMMITTING:
+                return "commit_timeout_s", self._settings.commit_timeout_s
+            case Phase.ABORTING:
+                return "idle_timeout_s", min(ABORT_TIMEOUT_S, self._settings.idle_timeout_s)
+            case _:
+                return "idle_timeout_s", self._settings.idle_timeout_s
+
+
+def _step(sender: Sender, listener: Listener, call: RpcCall, watch: _Watch) -> None:
+    """Send what can be sent, then take one message, or see why none comes."""
+    if sender.is_prepared:
+        sender.commit()
+    outgoing = sender.advance()
+    for key, command in outgoing:
+        _send(sender, listener, key, command)
+    is_done = call.is_done
+    event = listener.receive(0.0 if outgoing else WATCH_S)
+    if event is None and not outgoing:
+        if is_done and not sender.has_ended:
+            sender.fail(_early_end(call.results, call.error))
+            if sender.phase is Phase.COMMITTING:
+                _give_up(sender, "the engine's call ended")
+        watch.check()
+        return
+    watch.renew()
+    if event is None:
+        return
+    if isinstance(event, Lost):
+        peer = sender.peers.get(event.peer)
+        sender.lose(event.peer, PeerLostError(
+            f"worker {peer or ''} (pid {event.pid}) is gone, while the sender waited for "
+            f"{sender.waiting_for()}; see the engine's log",
+            pid=event.pid,
+        ))
+        return
+    try:
+        reply = decode_reply(event.data)
+    except RemoteProtocolError as error:
+        sender.lose(event.peer, error)
+        return
+    sender.receive(event.peer, reply)
+
+
+def _send(sender: Sender, listener: Listener, key: bytes, command: Command) -> None:
+    try:
+        listener.send(key, encode(command))
+    except PeerLostError as error:
+        sender.lose(key, error)
+
+
+def _drain(sender: Sender, listener: Listener) -> None:
+    """Give workers a moment to hear of the abort, and to say what they hold."""
+    deadline_s = time.monotonic() + 2.0
+    while not sender.has_ended and time.monotonic() < deadline_s:
+        for key, command in sender.advance():
+            _send(sender, listener, key, command)
+        event = listener.receive(WATCH_S)
+        if isinstance(event, Lost):
+            sender.lose(event.peer, PeerLostError("gone", pid=event.pid))
+        elif event is not None:
+            sender.receive(event.peer, decode_reply(event.data))
+    _give_up(sender, "no answer to the abort")
+
+
+def _give_up(sender: Sender, reason: str) -> None:
+    for key, peer in sender.peers.items():
+        if not peer.has_ended:
+            sender.lose(key, PeerLostError(f"{peer}: {reason}", pid=peer.hello.pid))
+
+
+def _tell(sender: Sender, progress: Progress | None) -> None:
+    if progress is not None and sender.packing is not None and sender.phase is Phase.STREAMING:
+        declared = sender.source.declared
+        progress(sender.packing.num_bytes, None if declared is None else declared.num_bytes)
+
+
+def _offer(sender: Sender, endpoint: str, settings: Settings) -> dict[str, Any]:
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "token": sender.update.token,
+        "endpoints": {"*": endpoint},
+        "engine": 0,
+        "connect_timeout_s": settings.connect_timeout_s,
+        "idle_timeout_s": settings.idle_timeout_s,
+    }
+
+
+def _early_end(results: list[Any], error: BaseException | None) -> BaseException:
+    """Return why a call ended before the update did."""
+    if isinstance(error, BucketSyncError):
+        return error
+    if error is not None:
+        failure = EngineUnreachableError(
+            f"the engine's call failed: {error}; see the engine's log", url=""
+        )
+        failure.__cause__ = error
+        return failure
+    for result in results:
+        wire = result.get("error") if isinstance(result, dict) else None
+        if isinstance(wire, dict) and {"code", "message", "details"} <= wire.keys():
+            return from_wire(
+                str(wire["code"]), str(wire["message"]), dict(wire["details"]),
+                rank=result.get("rank"),
+            )
+    if len(results) == 0:
+        return EngineBusyError("the engine's call returned nothing; is another update running?")
+    return RemoteError(
+        f"the engine's call returned before the update ended: {results!r}; expected workers "
+        f"may be fewer than the engine has"
+    )

@@ -1,0 +1,1 @@
+"""How a region is shared: one contract, one module for each way."""

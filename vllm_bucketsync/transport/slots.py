@@ -1,0 +1,48 @@
+"""How large a slot is: the rule alone, without the memory."""
+
+from __future__ import annotations
+
+from vllm_bucketsync.config import MIN_SHRUNK_SLOT_SIZE_BYTES, Settings
+from vllm_bucketsync.layout import ALIGNMENT_BYTES
+
+# Every update is to be cut into so many buckets for each slot: while the first is
+# packed nothing is loaded, and while the last is loaded nothing is packed.
+BUCKETS_PER_SLOT = 4
+# A default slot is not cut smaller than this for the sake of overlap.
+MIN_OVERLAP_SLOT_BYTES = 16 * 1024**2
+
+
+def choose_slot_size(settings: Settings, needed_bytes: int | None) -> int:
+    """Return the size of a slot in bytes.
+
+    A size that was asked for is taken as it is. The default is 512 MiB, but never more
+    than the update needs, and small enough that packing and loading overlap: an update
+    is cut into ``BUCKETS_PER_SLOT`` buckets for each slot, as long as a slot keeps
+    ``MIN_OVERLAP_SLOT_BYTES``.
+
+    Args:
+        settings: Slot size and number of slots.
+        needed_bytes: Bytes of the whole update with alignment; ``None`` where a stream
+            did not say.
+    """
+    size = settings.slot_size_bytes
+    if settings.slot_size is not None or needed_bytes is None:
+        return size
+    wanted = -(-needed_bytes // (BUCKETS_PER_SLOT * settings.num_slots))
+    wanted = max(wanted, min(needed_bytes, MIN_OVERLAP_SLOT_BYTES), 1)
+    return min(size, _aligned(wanted))
+
+
+def shrink_slot_size(settings: Settings, slot_size_bytes: int) -> int | None:
+    """Return the size to try after ``slot_size_bytes`` could not be had.
+
+    Returns:
+        Half of it, but 1 MiB at least; ``None`` where it may not get smaller.
+    """
+    if settings.slot_size is not None or slot_size_bytes <= MIN_SHRUNK_SLOT_SIZE_BYTES:
+        return None
+    return max(_aligned(slot_size_bytes // 2), MIN_SHRUNK_SLOT_SIZE_BYTES)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,220 @@
+"""Every peculiarity of a vLLM version or platform, told by its features.
+
+Nothing here asks for a version string. What is faulty in vLLM itself, and mended
+here, says so; ``tests/engine/test_compat.py`` shows that each fault is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise, meta
+from vllm.platforms import current_platform
+
+from ..errors import UnsupportedError
+
+# What the layerwise reload is driven by, beside its public functions.
+_NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
+
+
+def check_layerwise_reload() -> None:
+    """Confirm that this vLLM's layerwise reload has the parts that are driven here.
+
+    Raises:
+        UnsupportedError: It lacks one of them.
+    """
+    lacking = [name for name in _NEEDED if not hasattr(layerwise, name)]
+    if lacking:
+        raise UnsupportedError(
+            f"vLLM's layerwise reload has no {', '.join(lacking)}; vLLM 0.26 to 0.33 have; "
+            f"install one of them, or a newer vllm_bucketsync"
+        )
+
+
+@contextmanager
+def engine_context(vllm_config: Any) -> Iterator[None]:
+    """Run vLLM's loaders as vLLM does: with its config set, and without gradients.
+
+    Not ``inference_mode``: it would leave inference tensors inside parameters.
+    """
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        yield
+
+
+@contextmanager
+def processing_switched_off() -> Iterator[None]:
+    """Keep complete modules from being processed and copied into live tensors."""
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda layer, info: None
+    try:
+        yield
+    finally:
+        layerwise._layerwise_process = process
+
+
+def live_tensor_names() -> frozenset[str]:
+    """Names of tensors that loaders write straight into the live model, by last part."""
+    return frozenset(getattr(meta, "SKIP_TENSORS", {"bias", "e_score_correction_bias"}))
+
+
+def keeps_live_tensors(module: torch.nn.Module) -> bool:
+    """Whether a reload leaves all tensors of ``module`` in place."""
+    return type(module).__name__ in getattr(meta, "SKIP_MODULES", ())
+
+
+def is_processed_last(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is attention-like: finalised after all others, scales optional."""
+    known = getattr(layerwise, "is_deferred_attention_layer", None)
+    if known is not None:
+        return bool(known(module))
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    return isinstance(module, Attention | MLAAttention)
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Map each tied embedding's parameter name to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, VocabParallelEmbedding):
+            continue
+        for name, parameter in module.named_parameters(prefix=path, remove_duplicate=False):
+            canonical = first.setdefault(id(parameter), name)
+            if canonical != name:
+                tied[name] = canonical
+    return tied
+
+
+def engine_name(model: torch.nn.Module, name: str) -> str | None:
+    """Return a checkpoint name as the model's own mapper renames it; ``None``: ignored."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None)
+    if rename is None:
+        return name
+    renamed: str | None = rename(name)
+    return renamed
+
+
+# vLLM computes these itself; its loaders drop them from any checkpoint.
+_COMPUTED = (
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+
+
+def why_skipped(worker: Any, model: torch.nn.Module, name: str) -> str | None:
+    """Return why vLLM rightly loads nothing from ``name`` in this worker, or ``None``."""
+    if any(part in name for part in _COMPUTED):
+        return "vLLM computes it"
+    renamed = engine_name(model, name)
+    if renamed is None:
+        return "the model's own mapper ignores it"
+    if _is_next_token_prediction(worker.model_config.hf_config, renamed):
+        return "it belongs to a draft head"
+    if _is_on_another_stage(model, renamed):
+        return "another pipeline stage has it"
+    if worker.vllm_config.parallel_config.enable_expert_parallel and ".experts." in renamed:
+        return "another worker has that expert"
+    return None
+
+
+def _is_next_token_prediction(hf_config: Any, name: str) -> bool:
+    text_config = getattr(hf_config, "get_text_config", lambda: hf_config)()
+    try:
+        from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
+    except ImportError:
+        return False
+    return get_spec_layer_idx_from_weight_name(text_config, name) is not None
+
+
+def _is_on_another_stage(model: torch.nn.Module, name: str) -> bool:
+    from vllm.model_executor.models import utils
+
+    missing = tuple(
+        getattr(utils, cls) for cls in ("PPMissingLayer", "StageMissingLayer") if hasattr(utils, cls)
+    )
+    module: Any = model
+    for part in name.split("."):
+        module = getattr(module, part, None)
+        if isinstance(module, missing):
+            return True
+        if not isinstance(module, torch.nn.Module):
+            return False
+    return False
+
+
+def take_moe_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Make the CPU's mixture-of-experts kernels be built anew, and return the old ones.
+
+    On the CPU, vLLM packs the experts only where no kernel exists yet, so a reload
+    leaves unpacked weights for a kernel that expects packed ones: wrong outputs
+    after reloading even the same weights. Elsewhere the kernel has to stay, since
+    CUDA graphs hold it.
+
+    Returns:
+        Pairs of quant method and the kernel taken from it, for ``give_back_moe_kernels``.
+    """
+    if not current_platform.is_cpu():
+        return []
+    methods = {
+        id(method): method
+        for module in model.modules()
+        if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None
+    }
+    taken = [(method, method.moe_kernel) for method in methods.values()]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
+
+
+def give_back_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
+    """Put kernels back where none was built since ``take_moe_kernels``."""
+    for method, kernel in taken:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+
+
+def rebuild_tied_heads(model: torch.nn.Module) -> None:
+    """Pack tied output heads again after their embedding was replaced.
+
+    On the CPU a head multiplies with a packed copy of its weight, which vLLM makes
+    only when the head itself is loaded. A tied one is not: its logits would go on
+    coming from the old weights.
+    """
+    if not current_platform.is_cpu():
+        return
+    for name in tied_names(model):
+        module = model.get_submodule(name.rpartition(".")[0])
+        quant_method = getattr(module, "quant_method", None)
+        if quant_method is not None:
+            quant_method.process_weights_after_loading(module)
+
+
+def run_model_hook(model: torch.nn.Module) -> None:
+    """Run a model's own step after loading, which a reload leaves out."""
+    hook = getattr(model, "process_weights_after_loading", None)
+    if callable(hook) and not is_processed_last(model):
+        hook()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the current stream of ``device`` has nothing left to read."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def tensor_names(model: torch.nn.Module) -> set[str]:
+    """Names of all parameters and buffers of ``model``, aliases included."""
+    return {
+        name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, _ in named(remove_duplicate=False)
+    }

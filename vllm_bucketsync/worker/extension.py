@@ -1,0 +1,73 @@
+"""What ``collective_rpc`` can call on every vLLM worker.
+
+vLLM adds the class to its worker's bases: methods come after vLLM's own, ``__init__`` is
+never called, and a name that vLLM has too is refused at start. Hence the prefix on every
+name, and state that is made on first use.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from .. import serve
+from ..errors import UnsupportedError
+from .weights import WeightMemory, WeightSink
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..messages import Open
+    from ..sinks import Sink
+
+
+class WorkerExtension:
+    """Pass its dotted name as ``worker_extension_cls``; never construct it.
+
+    Every method takes and returns primitives only, and never raises: vLLM's executor
+    gets out of step when a worker does.
+    """
+
+    device: torch.device  # set by the worker
+
+    @cached_property
+    def _bucketsync_worker(self) -> serve.Worker:
+        worker: Any = self
+        memory = WeightMemory()
+
+        def make_sink(opened: Open) -> Sink:
+            if opened.kind != "weights":
+                raise UnsupportedError(
+                    f"this engine takes no {opened.kind!r}; it takes 'weights'; install the "
+                    f"same version of vllm_bucketsync on both sides"
+                )
+            return WeightSink(worker, partial=opened.partial, memory=memory)
+
+        return serve.Worker(
+            make_sink=make_sink,
+            rank=worker.rank,
+            dp_index=worker.vllm_config.parallel_config.data_parallel_index,
+            world_size=worker.vllm_config.parallel_config.world_size,
+            device=str(worker.device),
+        )
+
+    def update_weights_from_bucket(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """Take over new weights from the sender that ``offer`` names.
+
+        Spans the whole update: no forward pass of this engine sees half of it.
+
+        Args:
+            offer: See ``serve.Offer``.
+
+        Returns:
+            ``ok``, ``state``, ``rank``, ``dp_index``, ``version``, ``error``.
+        """
+        return serve.update(self._bucketsync_worker, offer)
+
+    def bucketsync_status(self) -> dict[str, Any]:
+        """Return what this worker holds: version, torn or not, memory, counts."""
+        return serve.status(self._bucketsync_worker)
+
+    def bucketsync_release(self) -> dict[str, Any]:
+        """Close the shared memory that is kept between updates."""
+        return serve.release(self._bucketsync_worker)

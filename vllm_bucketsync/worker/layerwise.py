@@ -1,0 +1,218 @@
+"""One layerwise reload of vLLM, driven from outside: begin, feed, finalise, undo.
+
+vLLM puts every module's tensors onto the meta device, keeps what its loaders are
+given until a module is complete, builds the module anew, and copies the result into
+the live tensors. What is added here is what it lacks: the clones of what it keeps
+(it keeps views of the bucket), and the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
+
+from . import compat
+
+
+@dataclass(slots=True)
+class OpenLayer:
+    """A module that waits for its tensors.
+
+    Attributes:
+        path: Its name within the model.
+        module: The module, its tensors on the meta device.
+        info: vLLM's account of it.
+        num_checked: Kept tensors that no longer point into a bucket.
+    """
+
+    path: str
+    module: torch.nn.Module
+    info: Any
+    num_checked: int = 0
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether vLLM built it anew and put its live tensors back."""
+        return self.info.kernel_tensors is None
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether vLLM is, or failed, in the middle of building it anew.
+
+        It left the meta device then, and kernels may hold its new weights though
+        no live tensor changed yet.
+        """
+        return self.was_replaced or any(
+            not tensor.is_meta for tensor in _reloaded_tensors(self.module, self.info)
+        )
+
+
+class LayerwiseReload:
+    """One reload, from ``begin`` to ``finalise`` or ``abort``.
+
+    Attributes:
+        cloned_bytes: Bytes copied out of buckets because vLLM keeps them.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._open: list[OpenLayer] = []
+        self._live: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
+        self._kernels: list[tuple[Any, Any]] = []
+        self._replaced: set[torch.nn.Module] = set()
+        self._is_finalising = False
+        self.cloned_bytes = 0
+
+    def begin(self) -> None:
+        """Put the model's tensors onto the meta device, ready to be loaded."""
+        self._live = list(_snapshot_live_tensors(self._model))
+        self._kernels = compat.take_moe_kernels(self._model)
+        layerwise.initialize_layerwise_reload(self._model)
+        self._open = list(open_layers(self._model))
+
+    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Give tensors to the model's loaders; return the names of what they loaded."""
+        loaded = self._model.load_weights(weights)  # type: ignore[operator]
+        return set(loaded or ())
+
+    def waiting(self) -> list[OpenLayer]:
+        """Return the modules that are not complete yet, fewer each time.
+
+        A walk over the modules of a large model costs some 50 µs: nothing beside
+        loading a bucket.
+        """
+        self._replaced.update(layer.module for layer in self._open if layer.was_replaced)
+        self._open = [layer for layer in self._open if not layer.was_replaced]
+        return self._open
+
+    def keep_out_of(self, storages: set[int]) -> None:
+        """Clone what vLLM keeps and what lies in these storages.
+
+        Args:
+            storages: Addresses of the storages whose bytes are about to change.
+        """
+        clones: dict[tuple[Any, ...], torch.Tensor] = {}
+        for layer in self.waiting():
+            kept = layer.info.loaded_weights
+            for _, bound in kept[layer.num_checked :]:
+                for key, value in bound.arguments.items():
+                    bound.arguments[key] = self._cloned(value, storages, clones)
+            layer.num_checked = len(kept)
+
+    def finalise(self) -> None:
+        """Process what waits for the end, attention last, and put everything in place."""
+        self._is_finalising = True
+        for layer in self.waiting():
+            if layer.info.load_numel <= 0 and not compat.is_processed_last(layer.module):
+                # vLLM would do the same, and warn of each that it "failed to load".
+                _put_back(layer.module, layer.info)
+        layerwise.finalize_layerwise_reload(self._model, self._model_config)
+        compat.rebuild_tied_heads(self._model)
+        compat.run_model_hook(self._model)
+        self._open, self._live, self._kernels = [], [], []
+
+    def abort(self) -> bool:
+        """Put the live tensors back. It works wherever the reload stopped.
+
+        Returns:
+            Whether the model is torn: a module has its new tensors, or was being
+            given them.
+        """
+        replaced = self._replaced | {layer.module for layer in self._open if layer.was_begun}
+        put_back(self._model)
+        for module, tensor, old in self._live:
+            # A module that was replaced keeps what belongs to its new weights.
+            if module not in replaced:
+                tensor.data.copy_(old)
+        compat.give_back_moe_kernels(self._kernels)
+        self._open, self._live, self._kernels = [], [], []
+        return bool(replaced) or self._is_finalising
+
+    def _cloned(
+        self, value: Any, storages: set[int], clones: dict[tuple[Any, ...], torch.Tensor]
+    ) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta or value.untyped_storage().data_ptr() not in storages:
+                return value
+            view = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            if view not in clones:
+                clones[view] = value.clone()
+                self.cloned_bytes += value.nbytes
+            clone = clones[view].view_as(clones[view])
+            # Loaders read attributes, such as the shard that a tensor is meant for.
+            clone.__dict__.update(value.__dict__)
+            return clone
+        if isinstance(value, dict):
+            return {key: self._cloned(item, storages, clones) for key, item in value.items()}
+        if type(value) in {list, tuple}:
+            return type(value)(self._cloned(item, storages, clones) for item in value)
+        return value
+
+
+def open_layers(model: torch.nn.Module) -> Iterator[OpenLayer]:
+    """Yield the modules that wait for tensors; those without any are left out."""
+    for path, module in model.named_modules():
+        info = layerwise.LAYERWISE_INFO.get(module)
+        if info is not None and info.kernel_tensors is not None and info.load_numel_total:
+            yield OpenLayer(path, module, info)
+
+
+def is_open(model: torch.nn.Module) -> bool:
+    """Whether a reload of this model was begun and not ended, by whomever."""
+    infos = (layerwise.LAYERWISE_INFO.get(module) for module in model.modules())
+    return any(info is not None and info.kernel_tensors is not None for info in infos)
+
+
+def put_back(model: torch.nn.Module) -> None:
+    """End any reload of ``model``: live tensors in place, nothing kept, loaders unwrapped."""
+    for module in model.modules():
+        info = layerwise.LAYERWISE_INFO.get(module)
+        if info is not None:
+            _put_back(module, info)
+    layerwise.LOADING_LAYERS.clear()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def _put_back(module: torch.nn.Module, info: Any) -> None:
+    if info.kernel_tensors is not None:
+        for name in {**info.kernel_tensors[0], **info.kernel_tensors[1]}:
+            # A processing step that failed may have left a plain attribute there,
+            # beside which no parameter can be registered.
+            vars(module).pop(name, None)
+        layerwise._place_kernel_tensors(module, info)
+        for tensor in _tensors(module).values():
+            if getattr(tensor, "weight_loader", None) is not None:
+                tensor.weight_loader = layerwise._get_original_loader(tensor)  # type: ignore[attr-defined]
+    info.reset()
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _reloaded_tensors(module: torch.nn.Module, info: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an open module that are not its live ones."""
+    if compat.keeps_live_tensors(module):
+        return
+    live = {id(tensor) for group in info.kernel_tensors or () for tensor in group.values()}
+    for tensor in _tensors(module).values():
+        if id(tensor) not in live:
+            yield tensor
+
+
+def _snapshot_live_tensors(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]:
+    """Yield each tensor that loaders write straight into the live model, and a copy of it."""
+    names = compat.live_tensor_names()
+    for module in model.modules():
+        for name, tensor in _tensors(module).items():
+            if name in names or compat.keeps_live_tensors(module):
+                yield module, tensor, tensor.detach().clone()

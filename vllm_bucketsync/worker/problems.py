@@ -1,0 +1,200 @@
+"""What can be wrong with an update for a model, and how it is said."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import (
+    DuplicateTensorError,
+    LoadError,
+    MissingTensorError,
+    TensorMismatchError,
+    UnknownTensorError,
+)
+from . import compat
+
+# More would not be read, and each costs another pass through vLLM's loaders.
+MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        cls: The error that it is, alone.
+        name: The tensor or parameter that it is about.
+        text: Which, expected, found, where, what to do.
+        expected: For a mismatch, what the engine has.
+        got: For a mismatch, what was sent.
+    """
+
+    cls: type[LoadError]
+    name: str
+    text: str
+    expected: str = ""
+    got: str = ""
+
+
+def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
+    """Raise the first problem's error with the texts of all.
+
+    Args:
+        problems: What was found; none is no error.
+        state: What was done to the model until now.
+
+    Raises:
+        LoadError: There is a problem. Its class is that of the first one.
+    """
+    if not problems:
+        return
+    first = problems[0]
+    texts = [problem.text for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
+    message = f"{texts[0]}; {state}"
+    if len(texts) > 1:
+        message = "\n  ".join([f"{len(problems)} problems; {state}:", *texts])
+    if issubclass(first.cls, TensorMismatchError):
+        raise first.cls(
+            message, name=first.name, problems=texts, expected=first.expected, got=first.got
+        )
+    raise first.cls(message, name=first.name, problems=texts)
+
+
+def unknown(model: torch.nn.Module, name: str, *, why: str = "") -> Problem:
+    """Describe a tensor that the model has no place for."""
+    close = _close_names(model, name)
+    near = f"; close to it {'are' if len(close) > 1 else 'is'} {_quoted(close)}" if close else ""
+    reason = f" ({why})" if why else ""
+    return Problem(
+        cls=UnknownTensorError,
+        name=name,
+        text=(
+            f"the engine's model has no place for {name!r}{reason}{near}; rename it with rename=, "
+            f"or leave it out"
+        ),
+    )
+
+
+def skipped_in_silence(name: str) -> Problem:
+    """Describe a tensor that the model's loaders take and drop."""
+    return Problem(
+        cls=UnknownTensorError,
+        name=name,
+        text=(
+            f"the engine's model would drop {name!r} in silence: its loaders copied it nowhere; "
+            f"rename it with rename=, or leave it out"
+        ),
+    )
+
+
+def mismatch(
+    name: str, *, shape: Sequence[int], target: str, expected: Sequence[int]
+) -> Problem:
+    """Describe a tensor of a wrong shape."""
+    return Problem(
+        cls=TensorMismatchError,
+        name=name,
+        text=(
+            f"{name!r} does not fit: expected {tuple(expected)}, got {tuple(shape)}, for "
+            f"{target} of the engine; send the whole tensor in its checkpoint's shape"
+        ),
+        expected=str(tuple(expected)),
+        got=str(tuple(shape)),
+    )
+
+
+def repeated(name: str) -> Problem:
+    """Describe a name that comes twice."""
+    return Problem(
+        cls=DuplicateTensorError,
+        name=name,
+        text=f"{name!r} comes twice; the second would be dropped, or undo the first; send it once",
+    )
+
+
+def same_place(name: str, *, other: str, target: str) -> Problem:
+    """Describe two tensors that would land in the same elements."""
+    return Problem(
+        cls=DuplicateTensorError,
+        name=name,
+        text=(
+            f"{name!r} and {other!r} would land in the same part of {target}; send one of them"
+        ),
+    )
+
+
+def in_part(
+    target: str, *, num_elements: int, expected: int, arrived: Sequence[str]
+) -> Problem:
+    """Describe a parameter of which a part would be garbage."""
+    parts = f"of its parts only {_quoted(arrived)} came" if arrived else "none of its parts came"
+    return Problem(
+        cls=MissingTensorError,
+        name=target,
+        text=(
+            f"{target} would get {num_elements}/{expected} elements: {parts}; a module that is "
+            f"loaded has to be loaded whole; send the rest of it"
+        ),
+    )
+
+
+def never_sent(target: str, *, shape: Sequence[int]) -> Problem:
+    """Describe a parameter that nothing was sent for."""
+    return Problem(
+        cls=MissingTensorError,
+        name=target,
+        text=(
+            f"{target} {tuple(shape)} of the engine would get no value; send it, or name it in "
+            f"partial= if it may keep its old one"
+        ),
+    )
+
+
+def loader_failed(name: str, error: BaseException) -> Problem:
+    """Describe a failure that no other text here fits."""
+    return Problem(
+        cls=LoadError,
+        name=name,
+        text=f"{name!r} cannot be loaded: {type(error).__name__}: {_one_line(error)}",
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def _quoted(names: Iterable[str], *, most: int = 4) -> str:
+    listed = list(names)
+    text = ", ".join(map(repr, listed[:most]))
+    return text if len(listed) <= most else f"{text} and {len(listed) - most} more"
+
+
+def _close_names(model: torch.nn.Module, name: str) -> list[str]:
+    # Names of the same layer and expert only: comparing one name takes 50 µs.
+    numbers = re.findall(r"\d+", name)
+    known = [one for one in _checkpoint_names(model) if re.findall(r"\d+", one) == numbers]
+    return difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+
+
+def _checkpoint_names(model: torch.nn.Module) -> list[str]:
+    """Names that would be loaded, as far as the model's mapper tells how it fuses them."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    parts: dict[str, list[str]] = {}
+    for part, (whole, _) in getattr(mapper, "orig_to_new_stacked", {}).items():
+        parts.setdefault(whole, []).append(part)
+    names = []
+    for name in compat.tensor_names(model):
+        wholes = [whole for whole in parts if whole in name]
+        names.extend(name.replace(whole, part) for whole in wholes for part in parts[whole])
+        if not wholes:
+            names.append(name)
+    return names
