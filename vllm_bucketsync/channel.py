@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -27,7 +26,14 @@ import zmq
 from .connections import Connection, Connections
 from .errors import ConfigError, PeerLostError
 from .rundir import SOCKET_SUFFIX, create_file, remove_dir_if_empty
-from .sockets import SCHEME, MonitoredSocket, is_trusted, peer_credentials, probe_listener
+from .sockets import (
+    SCHEME,
+    MonitoredSocket,
+    is_trusted,
+    peer_credentials,
+    probe_listener,
+    source_fd,
+)
 
 HEARTBEAT_TIMEOUT_S = 15.0
 LINGER_S = 1.0
@@ -91,7 +97,7 @@ class Listener:
         self._lost: deque[Lost] = deque()
         self._socket = MonitoredSocket(zmq.ROUTER, heartbeat_timeout_s=heartbeat_timeout_s)
         try:
-            self._path = create_file(directory, SOCKET_SUFFIX, self._bind)
+            self._path = create_file(directory, SOCKET_SUFFIX, self._socket.bind)
         except BaseException:
             self._socket.close(linger_s=0.0)
             raise
@@ -144,10 +150,6 @@ class Listener:
         """Close it."""
         self.close()
 
-    def _bind(self, path: Path) -> Path:
-        self._socket.bind(path)
-        return path
-
     def _next_event(self) -> Event | None:
         self._watch()
         while (frames := self._socket.receive()) is not None:
@@ -161,8 +163,11 @@ class Listener:
         )
         return self._lost.popleft() if self._lost else None
 
-    def _admit(self, frames: Sequence[zmq.Frame]) -> Received | None:
-        peer, fd = frames[0].bytes, int(frames[-1].get(zmq.SRCFD))
+    def _admit(self, frames: list[zmq.Frame]) -> Received | None:
+        peer, fd = frames[0].bytes, source_fd(frames[-1])
+        if fd is None or len(frames) != 2:
+            logger.warning("ignoring a message that is none of a dialer's on %s", self.endpoint)
+            return None
         connection = self._connections.find(peer)
         if connection is None:
             self._watch()
@@ -177,9 +182,6 @@ class Listener:
                     self.endpoint,
                 )
         if not is_trusted(connection.uid):
-            return None
-        if len(frames) != 2:
-            logger.warning("ignoring a message of %d frames on %s", len(frames), self.endpoint)
             return None
         return Received(peer, frames[1].bytes, fd)
 

@@ -111,10 +111,11 @@ def read_tensors(stored: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
     """Read tensors one at a time, each when it is asked for.
 
     A file is opened with its first tensor and closed with its last, or when the
-    generator is closed.
+    generator is closed; but it stays mapped for as long as a tensor of it lives.
 
     Yields:
-        The tensors in order, on the CPU. Each owns its memory.
+        The tensors in order, on the CPU: views of the mapped file, read from disk when
+        their bytes are first used.
 
     Raises:
         SourceError: A file cannot be read any more.

@@ -77,10 +77,11 @@ class Packing:
             self.num_bytes += meta.num_bytes
             # The source may need the memory for the next tensor.
             del tensor, data
+        if self._is_planned and self.num_tensors < len(self._manifest or ()):
+            # First: the last bucket is less than the one that was planned.
+            yield [self._leave_manifest(self.num_tensors)]
         if self._entries:
             yield [self._end_bucket()]
-        if self._is_planned and self.num_tensors < len(self._manifest or ()):
-            yield [self._leave_manifest(self.num_tensors)]
 
     def digest(self) -> str:
         """Return the digest of what was sent, and keep it for the next stream."""

@@ -69,11 +69,14 @@ class MonitoredSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def bind(self, path: Path) -> None:
+    def bind(self, path: Path) -> Path:
         """Listen.
 
         Args:
             path: Where the socket's file is made.
+
+        Returns:
+            ``path``.
 
         Raises:
             ConfigError: The path is too long.
@@ -90,6 +93,7 @@ class MonitoredSocket:
         except zmq.ZMQError as error:
             number = error.errno or errno.EIO
             raise OSError(number, os.strerror(number), str(path)) from error
+        return path
 
     def connect(self, endpoint: str) -> None:
         """Begin to connect. That it failed is a ``CLOSED`` event."""
@@ -194,6 +198,19 @@ def _options(kind: int, heartbeat_timeout_s: float) -> dict[int, int]:
     return options
 
 
+def source_fd(frame: zmq.Frame) -> int | None:
+    """Return the descriptor that a frame came over.
+
+    Returns:
+        ``None`` for a peer that speaks ZeroMQ's first protocol. To libzmq, that is any
+        peer that speaks none at all.
+    """
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
+
+
 def peer_credentials(fd: int) -> tuple[int | None, int | None]:
     """Return pid and uid of the process at the other end of a Unix socket.
 
@@ -205,11 +222,16 @@ def peer_credentials(fd: int) -> tuple[int | None, int | None]:
         PID namespace that we cannot see.
     """
     try:
-        copy = socket.socket(fileno=os.dup(fd))
+        copy = os.dup(fd)
     except OSError:
         return None, None
-    with copy:
-        return _credentials(copy)
+    try:
+        connected = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None, None
+    with connected:
+        return _credentials(connected)
 
 
 def probe_listener(path: Path) -> int | None:

@@ -33,6 +33,8 @@ Progress = Callable[[int, int | None], None]
 
 # How often the RPC is looked at while no message comes.
 WATCH_S = 0.05
+# By how much workers wait longer than the sender at most.
+WORKER_GRACE_S = 10.0
 # For workers to answer an abort: they are between two commands, or in one load.
 ABORT_TIMEOUT_S = 30.0
 # For the RPC to return after the last worker's last message.
@@ -249,7 +251,8 @@ def _give_up(sender: Sender, reason: str) -> None:
 
 
 def _tell(sender: Sender, progress: Progress | None) -> None:
-    if progress is not None and sender.packing is not None and sender.phase is Phase.STREAMING:
+    is_packing = sender.phase in {Phase.STREAMING, Phase.FINISHING}
+    if progress is not None and sender.packing is not None and is_packing:
         declared = sender.source.declared
         progress(sender.packing.num_bytes, None if declared is None else declared.num_bytes)
 
@@ -260,9 +263,14 @@ def _offer(sender: Sender, endpoint: str, settings: Settings) -> dict[str, Any]:
         "token": sender.update.token,
         "endpoints": {"*": endpoint},
         "engine": 0,
-        "connect_timeout_s": settings.connect_timeout_s,
-        "idle_timeout_s": settings.idle_timeout_s,
+        "connect_timeout_s": _later(settings.connect_timeout_s),
+        "idle_timeout_s": _later(settings.idle_timeout_s),
     }
+
+
+def _later(timeout_s: float) -> float:
+    """Let workers wait longer: the sender knows more of what is late, and says it better."""
+    return timeout_s + min(timeout_s, WORKER_GRACE_S)
 
 
 def _early_end(results: list[Any], error: BaseException | None) -> BaseException:

@@ -6,17 +6,97 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from vllm_bucketsync.cli.exits import ExitCode
+from vllm_bucketsync.cli.exits import CommandError, ExitCode
+from vllm_bucketsync.cli.servers import Server
 
-COMMAND = [sys.executable, "-c", "from vllm_bucketsync.cli import main; raise SystemExit(main())"]
+COMMAND = [str(Path(sys.executable).with_name("vllm-bucketsync")), "demo"]
 
 
 @pytest.fixture
-def start_demo(tmp_path: Path) -> Iterator[StartDemo]:
-    ...
+def folder() -> Iterator[Path]:
+    """A folder with a short path: sockets are made in it, where pytest's own is too long."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@contextmanager
+def running_demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the demo with all of its files in ``folder``, and let none of it outlive the test."""
+    environment = {**os.environ, "TMPDIR": str(folder), "VLLM_BUCKETSYNC_DIR": str(folder)}
+    # An engine in processes of its own, also where other tests asked for one in theirs.
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with subprocess.Popen(
+        COMMAND,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        try:
+            yield process
+        finally:
+            for started in [*descendants(process), process]:
+                started.kill()
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return found
+
+
+def wait_for_servers(process: subprocess.Popen[str], *, timeout_s: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = descendants(process)
+        # Two servers, and at least one process that one of them started.
+        if len(found) > 2:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"the demo started no engines within {timeout_s:g} s")
+
+
+def test_the_demo_proves_that_outputs_follow_and_leaves_nothing_behind(folder: Path) -> None:
+    with running_demo(folder) as process:
+        printed, steps = process.communicate(timeout=240)
+
+    assert process.returncode == ExitCode.OK, printed + steps
+    assert "ok: 32 tokens and their log-probabilities" in " ".join(printed.split())
+    assert "shm: " in printed
+    assert "a trainer process pushes the new weights as 'step-1'" in steps
+    assert list(folder.iterdir()) == []
+
+
+def test_an_interrupted_demo_stops_everything_that_it_started(folder: Path) -> None:
+    with running_demo(folder) as process:
+        started = wait_for_servers(process, timeout_s=120)
+        process.send_signal(signal.SIGTERM)
+        _, steps = process.communicate(timeout=60)
+
+    assert process.returncode == ExitCode.INTERRUPTED, steps
+    assert [child for child in started if child.is_running()] == []
+    assert list(folder.iterdir()) == []
+
+
+def test_an_engine_that_cannot_start_is_an_error_that_ends_with_its_log(folder: Path) -> None:
+    log = folder / "engine.log"
+
+    with (
+        Server.start(folder / "no-checkpoint", log=log) as engine,
+        pytest.raises(CommandError, match="ended with code 1 while starting") as failed,
+    ):
+        engine.wait_until_ready(timeout_s=120)
+
+    assert str(log) in str(failed.value)
+    assert log.read_text().splitlines()[-1] in str(failed.value)

@@ -43,6 +43,8 @@ def running_engine(checkpoint: Path, **settings: Any) -> Iterator[Any]:
         gpu_memory_utilization=0.2,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        # Enough for these prompts, and many engines fit in one process.
+        num_gpu_blocks_override=16,
         **settings,
     )
     try:

@@ -77,12 +77,18 @@ def push(
     buffers: Iterable[str] = (),
     declared: bool = True,
 ) -> SinkReport:
-    """Run one whole update, declared by a manifest or streamed without one."""
+    """Run one whole update, declared by a manifest or streamed without one.
+
+    One that fails is aborted, as a receiver would.
+    """
     metas = metas_of(tensors, buffers=buffers)
     try:
         sink.open(Manifest(metas) if declared else None)
         load_all(sink, tensors, slot_size_bytes=slot_size_bytes, metas=metas)
         sink.prepare()
         return sink.commit()
+    except BaseException:
+        sink.abort()
+        raise
     finally:
         sink.release()

@@ -31,7 +31,7 @@ SAMPLES: list[BucketSyncError] = [
     errors.ChannelTimeoutError(timeout_s=0.5, waiting_for="ack from rank 1", advice="look"),
     errors.PeerLostError("rank 1 is gone", pid=4711),
     errors.PeerLostError("rank 1 is gone"),
-    errors.RegionError("/dev/shm is full"),
+    errors.RegionError("no memory is left"),
     errors.ProtocolError("out of order"),
     errors.LocalProtocolError("Ack is not allowed"),
     errors.RemoteProtocolError("junk"),

@@ -176,7 +176,8 @@ def _killed_after(process: subprocess.Popen[str], *, timeout_s: float) -> Iterat
 
 @contextmanager
 def _workspace() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="vllm-bucketsync-demo-"))
+    # Short: sockets are made in it, whose paths may have 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="bucketsync-"))
     try:
         yield folder
     except CommandError:
@@ -201,9 +202,13 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 def _outputs_table(outcome: Outcome) -> Table:
-    table = Table(title="What the engine generates", show_lines=True)
-    for heading in ("prompt", "before", "after the push", "engine started from new checkpoint"):
-        table.add_column(heading)
+    table = Table(
+        title="What the engine generates",
+        caption="reference: an engine that was started from the new checkpoint",
+        show_lines=True,
+    )
+    for heading in ("prompt", "before", "after the push", "reference"):
+        table.add_column(heading, ratio=1)
     rows = zip(outcome.before, outcome.after, outcome.expected, strict=True)
     for before, after, expected in rows:
         table.add_row(before.prompt, before.text, after.text, expected.text)

@@ -96,7 +96,8 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(os.environ),
+                # vLLM leaves its own sockets behind; here they go with the log's folder.
+                env={**environment(os.environ), "VLLM_RPC_BASE_PATH": str(log.parent)},
                 # A group of its own: stop() then reaches its workers, and Ctrl-C only us.
                 start_new_session=True,
             )
@@ -164,15 +165,19 @@ class Server:
             return
         self._http.close()
         self._process.terminate()
+        try:
+            self._wait_for_group()
+        finally:
+            # Also when a second Ctrl-C comes meanwhile.
+            _signal_group(self._process.pid, signal.SIGKILL)
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+
+    def _wait_for_group(self) -> None:
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while _signal_group(self._process.pid, _NO_SIGNAL):
-            if time.monotonic() > deadline:
-                _signal_group(self._process.pid, signal.SIGKILL)
-                break
+        while _signal_group(self._process.pid, _NO_SIGNAL) and time.monotonic() < deadline:
             # Reaps the server, which would otherwise count as alive.
             self._process.poll()
             time.sleep(_POLL_S)
-        self._process.wait(timeout=STOP_TIMEOUT_S)
 
     def _is_healthy(self) -> bool:
         try:

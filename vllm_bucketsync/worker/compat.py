@@ -62,6 +62,11 @@ def live_tensor_names() -> frozenset[str]:
     return frozenset(getattr(meta, "SKIP_TENSORS", {"bias", "e_score_correction_bias"}))
 
 
+def independent_names() -> frozenset[str]:
+    """Those of ``live_tensor_names`` that no module is built anew with."""
+    return frozenset(getattr(meta, "SKIP_LOAD_TENSORS", live_tensor_names() - {"bias"}))
+
+
 def keeps_live_tensors(module: torch.nn.Module) -> bool:
     """Whether a reload leaves all tensors of ``module`` in place."""
     return type(module).__name__ in getattr(meta, "SKIP_MODULES", ())
@@ -218,3 +223,24 @@ def tensor_names(model: torch.nn.Module) -> set[str]:
         for named in (model.named_parameters, model.named_buffers)
         for name, _ in named(remove_duplicate=False)
     }
+
+
+def fingerprint(worker: Any) -> tuple[Any, ...]:
+    """Return what a dry run depends on besides its manifest, as something to compare.
+
+    Identities stand for objects. An object that is gone may give its identity to
+    another, but not at every name at once with the same shape and dtype.
+    """
+    model = worker.model_runner.get_model()
+    parallel = worker.vllm_config.parallel_config
+    tensors = tuple(
+        (name, id(tensor), tuple(tensor.shape), tensor.dtype)
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    )
+    modules = tuple(
+        (path, id(module), id(getattr(module, "quant_method", None)))
+        for path, module in model.named_modules()
+    )
+    sizes = (worker.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    return (*sizes, bool(parallel.enable_expert_parallel), tensors, modules)

@@ -29,10 +29,6 @@ class ModuleTargets:
     module: torch.nn.Module
     targets: Mapping[str, Target]
 
-    def is_required(self, name: str) -> bool:
-        """Whether a module that is loaded needs a value for its tensor ``name``."""
-        return self.targets[name].tensor.is_meta or name in self.module._parameters
-
 
 @dataclass(frozen=True, slots=True)
 class Waiver:
@@ -98,17 +94,15 @@ def judge(
 def _judge_module(
     entry: ModuleTargets, *, waiver: Waiver, arrived: Callable[[Target], Sequence[str]]
 ) -> Iterable[Problem]:
+    alone = compat.independent_names()
     reached = {name: _num_reached(target) for name, target in entry.targets.items()}
-    is_loaded = any(
-        num and entry.targets[name].tensor.is_meta for name, (num, _) in reached.items()
-    )
+    is_loaded = any(num for name, (num, _) in reached.items() if name not in alone)
     for name, (num_reached, num_expected) in reached.items():
         target = entry.targets[name]
-        if num_reached >= num_expected or not entry.is_required(name):
+        if num_reached >= num_expected:
             continue
-        # What is written to the live tensor keeps its old value if nothing comes; what is
-        # built anew with the module would be garbage.
-        if num_reached or (is_loaded and target.tensor.is_meta):
+        # What is built anew with its module would be garbage if nothing came.
+        if num_reached or (is_loaded and name not in alone):
             yield problems.in_part(
                 target.name,
                 num_elements=num_reached,

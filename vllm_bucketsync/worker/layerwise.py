@@ -75,10 +75,10 @@ class LayerwiseReload:
         layerwise.initialize_layerwise_reload(self._model)
         self._open = list(open_layers(self._model))
 
-    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Give tensors to the model's loaders; return the names of what they loaded."""
+    def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        """Give tensors to the model's loaders; return what they loaded, if they say it."""
         loaded = self._model.load_weights(weights)  # type: ignore[operator]
-        return set(loaded or ())
+        return None if loaded is None else set(loaded)
 
     def waiting(self) -> list[OpenLayer]:
         """Return the modules that are not complete yet, fewer each time.
@@ -179,6 +179,11 @@ def put_back(model: torch.nn.Module) -> None:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
+def original_loader(tensor: torch.Tensor) -> Any:
+    """Return a tensor's weight loader without what the reload wraps around it."""
+    return layerwise._get_original_loader(tensor)
+
+
 def _put_back(module: torch.nn.Module, info: Any) -> None:
     if info.kernel_tensors is not None:
         for name in {**info.kernel_tensors[0], **info.kernel_tensors[1]}:
@@ -188,7 +193,7 @@ def _put_back(module: torch.nn.Module, info: Any) -> None:
         layerwise._place_kernel_tensors(module, info)
         for tensor in _tensors(module).values():
             if getattr(tensor, "weight_loader", None) is not None:
-                tensor.weight_loader = layerwise._get_original_loader(tensor)  # type: ignore[attr-defined]
+                tensor.weight_loader = original_loader(tensor)  # type: ignore[attr-defined]
     info.reset()
 
 

@@ -158,6 +158,15 @@ def never_sent(target: str, *, shape: Sequence[int]) -> Problem:
     )
 
 
+def cut_short(name: str, *, num_bytes: int, expected: int) -> Problem:
+    """Describe a tensor whose fragments did not all come."""
+    return Problem(
+        cls=MissingTensorError,
+        name=name,
+        text=f"of {name!r} only {num_bytes}/{expected} bytes came; send all of it",
+    )
+
+
 def loader_failed(name: str, error: BaseException) -> Problem:
     """Describe a failure that no other text here fits."""
     return Problem(

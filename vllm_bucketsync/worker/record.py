@@ -70,7 +70,7 @@ class Fill:
     is_live: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Target:
     """A tensor of the model that loaders write to.
 
@@ -254,3 +254,25 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRecord:
+    """What loading one manifest into one model comes down to.
+
+    Sources are positions in the manifest; targets are names in the model, in the
+    layout that checkpoints have, before any post-processing.
+
+    Attributes:
+        copies: Every copy, in the order in which the loaders make them.
+        fills: Every constant that they write.
+        impure: Sources whose loader does more than to view and copy: run it.
+        unverified: Of these, the ones whose loader could not be followed at all.
+        skipped: Names that go nowhere, rightly, and why.
+    """
+
+    copies: tuple[Copy, ...]
+    fills: tuple[Fill, ...]
+    impure: frozenset[int]
+    unverified: frozenset[int]
+    skipped: dict[str, str]

@@ -1,0 +1,63 @@
+"""After each of these tests everything is as it was: files, descriptors, processes."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHM = Path("/dev/shm")  # noqa: S108 - where shared memory is left, if it is
+# What the directories of tests are called, also those of a test that runs beside us.
+PREFIX = "bs-"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    files, fds, children = _files(), _fds(), _children()
+
+    yield
+
+    gc.collect()
+    assert _children() == children
+    assert _files() == files
+    left = {fd: target for fd, target in _fds().items() if fd not in fds}
+    assert left == {}
+
+
+@pytest.fixture
+def shm_dir(_nothing_is_left: None) -> Iterator[str]:
+    """A directory of the test's own, short and in memory; it has to end up empty."""
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM))
+    try:
+        yield str(path)
+        assert list(path.rglob("*")) == []
+    finally:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    for item in sorted(path.rglob("*"), reverse=True):
+        item.rmdir() if item.is_dir() and not item.is_symlink() else item.unlink()
+    path.rmdir()
+
+
+def _files() -> set[str]:
+    return {path.name for path in SHM.iterdir() if not path.name.startswith(PREFIX)}
+
+
+def _fds() -> dict[int, str]:
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            found[int(link.name)] = str(link.readlink())
+        except FileNotFoundError:
+            continue  # the one that listed them
+    return found
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}

@@ -1,0 +1,58 @@
+"""What is worth keeping of a dry run until the next update, and for how long it holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..layout import Manifest
+from . import compat
+from .dryrun import DryRunResult
+
+# Two: an engine may be fed whole models and partial ones by turns.
+MAX_RESULTS = 2
+
+_Key = tuple[str, tuple[str, ...]]
+
+
+class WeightMemory:
+    """The last good dry runs of one worker, by manifest.
+
+    One instance lives as long as the worker. A result holds only for the model that
+    it was made with: the same parameter objects, quant methods and expert maps, in
+    the same modules, on the same rank. Whatever of that changed makes it void.
+    """
+
+    def __init__(self) -> None:
+        self._results: OrderedDict[_Key, tuple[Any, DryRunResult]] = OrderedDict()
+
+    def result_for(
+        self,
+        worker: Any,
+        manifest: Manifest,
+        *,
+        partial: Sequence[str],
+        dry_run: Callable[[], DryRunResult],
+    ) -> DryRunResult:
+        """Return the result for a manifest: the one that is kept, or that of ``dry_run``.
+
+        A result with problems is not kept: it is rare, and its cause may be mended.
+        """
+        key = (manifest.digest, tuple(partial))
+        made_with = compat.fingerprint(worker)
+        kept = self._results.get(key)
+        if kept is not None and kept[0] == made_with:
+            self._results.move_to_end(key)
+            return kept[1]
+        result = dry_run()
+        self._results.pop(key, None)
+        if not result.problems:
+            self._results[key] = (made_with, result)
+            while len(self._results) > MAX_RESULTS:
+                self._results.popitem(last=False)
+        return result
+
+    def forget(self) -> None:
+        """Drop everything, as after an update that left the model torn."""
+        self._results.clear()
