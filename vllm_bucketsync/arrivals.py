@@ -22,6 +22,11 @@ from .layout import (
     plan_buckets,
 )
 from .messages import Batch, Finish, check_meta
+from .tensors import DTYPE_NAMES
+
+
+MAX_ELEMENTS = 1 << 60
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Arrivals:
@@ -154,14 +159,16 @@ def check_tensor_meta(meta: TensorMeta) -> None:
         RemoteProtocolError: The dtype is unknown here, or the bytes do not fit the shape.
     """
     check_meta(meta)
-    dtype = getattr(torch, meta.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(meta.dtype)
+    if dtype is None:
         raise RemoteProtocolError(
             f"{meta.name!r} has dtype {meta.dtype!r}, which torch {torch.__version__} does not "
             f"have; both ends need a torch that does"
         )
     expected = math.prod(meta.shape) * dtype.itemsize
-    if meta.num_bytes != expected:
+    # torch counts in 64 bits, also where a dimension of zero leaves nothing to count.
+    is_countable = math.prod(size for size in meta.shape if size) < MAX_ELEMENTS
+    if meta.num_bytes != expected or not is_countable:
         raise RemoteProtocolError(
             f"{meta.name!r} of shape {list(meta.shape)} and dtype {meta.dtype} takes {expected} "
             f"bytes, announced were {meta.num_bytes}"

@@ -23,6 +23,7 @@ from .errors import (
 )
 from .layout import Manifest
 from .report import PushReport, WorkerReport
+from .rundir import remove_stale
 from .sender import Sender, Update
 from .slots import Slots
 from .sources import Source, open_source
@@ -218,6 +219,8 @@ class WeightSync:
             run_linked(sender, engine=self._engine, settings=self._settings, progress=progress)
         else:
             if self._listener is None:
+                for path in remove_stale(self._settings.dir):
+                    logger.info("removed %s, which a dead process had left", path)
                 self._listener = Listener(self._settings.dir)
             self._call = run_remote(
                 sender,

@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ENVIRONMENT = {
     # In-process: the worker can be reached, and an engine starts in 2 s, not 35.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that spin for each other are slow where others use the cores too.
+    "OMP_NUM_THREADS": "1",
     # Some machines advertise AMX tiles that they cannot use: SIGILL without this.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -77,8 +81,6 @@ def live_tensors(worker: Any) -> dict[str, bytes]:
     Aliases are listed under each of their names. The name of a tensor carries its
     dtype, shape and strides, so that these are compared as well.
     """
-    import torch
-
     model = worker.model_runner.get_model()
     found: dict[str, bytes] = {}
     for kind, named in (
@@ -87,9 +89,14 @@ def live_tensors(worker: Any) -> dict[str, bytes]:
     ):
         for name, tensor in named:
             key = f"{kind} {name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
-            plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            found[key] = plain.cpu().numpy().tobytes()
+            found[key] = tensor_bytes(tensor)
     return found
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements."""
+    plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bytes(plain.cpu().numpy().tobytes())
 
 
 def live_addresses(worker: Any) -> dict[str, tuple[int, int]]:

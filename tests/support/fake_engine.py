@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import multiprocessing
 import os
 import signal
@@ -63,21 +62,59 @@ class RecordingSink:
         self.hashes = {}
 
 
-def recording() -> RecordingSink:
-    return RecordingSink()
+class FaultySink(RecordingSink):
+    """Raises, dies or stops at one call, once in the life of its process."""
+
+    has_struck = False
+
+    def __init__(self, action: str, call: str) -> None:
+        super().__init__()
+        self._action = action
+        self._call = call
+
+    def _strike(self, call: str) -> None:
+        if call != self._call or FaultySink.has_struck:
+            return
+        FaultySink.has_struck = True
+        match self._action:
+            case "raise":
+                raise RuntimeError(f"this loader cannot {call}")
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    def open(self, manifest: Manifest | None) -> None:
+        self._strike("open")
+        super().open(manifest)
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        if self.hashes:
+            self._strike("load")
+        super().load(pieces)
+
+    def prepare(self) -> None:
+        self._strike("prepare")
+
+    def commit(self) -> SinkReport:
+        self._strike("commit")
+        return super().commit()
 
 
-def discarding() -> DiscardSink:
-    return DiscardSink()
-
-
-def _resolve(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def _maker(sink: str) -> Any:
+    """Return what makes a sink: ``recording``, ``discarding`` or ``<action> <call>``."""
+    match sink.split():
+        case ["recording"]:
+            return RecordingSink
+        case ["discarding"]:
+            return DiscardSink
+        case [action, call]:
+            return lambda: FaultySink(action, call)
+    raise ValueError(sink)
 
 
 def _work(pipe: Connection, rank: int, world_size: int, sink: str) -> None:
-    make = _resolve(sink)
+    make = _maker(sink)
     torch.set_num_threads(1)
     worker = serve.Worker(make_sink=lambda opened: make(), rank=rank, world_size=world_size)
     while True:
@@ -117,23 +154,43 @@ class FakeEngine:
 
     is_in_process = False
 
-    def __init__(self, sink: str = "support.fake_engine:recording", *, world_size: int = 1) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, sink: str = "recording", *, world_size: int = 1) -> None:
         self.finished: list[str] = []
         self.pauses = 0
         self.world_size = world_size
-        self.processes = []
-        self._pipes: list[Connection] = []
+        self._sink = sink
+        self.processes: list[Any] = [None] * world_size
+        self._pipes: list[Any] = [None] * world_size
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(theirs, rank, world_size, sink), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+            self._spawn(rank)
         self.call("resources")
+
+    def _spawn(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_work, args=(theirs, rank, self.world_size, self._sink), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._pipes[rank], self.processes[rank] = ours, process
+
+    def respawn(self, rank: int = 0) -> None:
+        """Put a new worker, which will not strike, where one has died."""
+        self._end(rank)
+        self._sink = "recording"
+        self._spawn(rank)
+
+    def _end(self, rank: int) -> None:
+        self._pipes[rank].close()
+        process = self.processes[rank]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGCONT)
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join(5)
+        process.close()
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -167,17 +224,8 @@ class FakeEngine:
         os.kill(self.processes[rank].pid, number)
 
     def stop(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join(5)
-            process.close()
-        self.processes = []
+        for rank in range(self.world_size):
+            self._end(rank)
 
     def _receive(self, pipe: Connection, process: Any) -> Any:
         deadline_s = time.monotonic() + 120

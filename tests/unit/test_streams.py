@@ -104,7 +104,8 @@ def test_closing_a_source_closes_the_user_s_generator_where_it_began(*, begun: b
         finally:
             events.append("exit")
 
-    source = open_source(produce())
+    given = produce()  # held here, so that nothing but the source can close it
+    source = open_source(given)
     if begun:
         next(source.tensors)
     source.close()
@@ -122,8 +123,9 @@ def test_a_refused_item_closes_the_user_s_generator_too() -> None:
         finally:
             closed.append(True)
 
+    given = produce()  # held here, so that nothing but the source can close it
     with pytest.raises(SourceError, match="'a' is on the meta device"):
-        next(open_source(produce()).tensors)
+        next(open_source(given).tensors)
     assert closed == [True]
 
 

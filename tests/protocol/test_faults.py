@@ -1,0 +1,285 @@
+"""Proves that no death, stop or failure of either end hangs the other or lies to it.
+
+Real processes. After each fault the survivor has a typed error at once, knows what the
+engine holds, and the next update works.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.fake_engine import FakeEngine
+from support.thread_engine import KeepingSink
+from support.trainer_process import NUM_TENSORS, TrainerProcess
+from vllm_bucketsync import serve
+from vllm_bucketsync.errors import (
+    BucketSyncError,
+    ChannelTimeoutError,
+    EngineBusyError,
+    PeerLostError,
+    RegionError,
+    RemoteError,
+)
+from vllm_bucketsync.rundir import remove_stale
+from vllm_bucketsync.sync import WeightSync
+
+CALLS = ["open", "load", "prepare", "commit"]
+TENSORS = {f"model.layers.{i}.weight": torch.full((256,), float(i)) for i in range(8)}
+# Seconds within which a death must be seen.
+AT_ONCE_S = 1.0
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_that_raises_is_named_and_the_next_push_works(call: str, world_size: int) -> None:
+    with FakeEngine(f"raise {call}", world_size=world_size) as engine:
+        with WeightSync(engine, slot_size=1024) as sync:
+            begin_s = time.monotonic()
+            with pytest.raises(RemoteError, match=f"this loader cannot {call}") as caught:
+                sync.push(TENSORS, version="bad")
+
+            assert time.monotonic() - begin_s < 5
+            assert caught.value.rank in range(world_size)
+            assert caught.value.remote_type == "RuntimeError"
+            is_untouched = call == "open"
+            assert caught.value.engine_state == ("unchanged" if is_untouched else "torn")
+            for status in sync.status():
+                assert status["is_torn"] is not is_untouched
+                assert status["version"] is None
+
+            sync.push(TENSORS, version="good")
+            assert [(s["version"], s["is_torn"]) for s in sync.status()] == [
+                ("good", False)
+            ] * world_size
+        assert engine.finished == ["good"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_death_of_a_worker_is_seen_at_once_and_a_new_worker_is_served(
+    call: str, world_size: int
+) -> None:
+    with (
+        FakeEngine(f"die {call}", world_size=world_size) as engine,
+        WeightSync(engine, slot_size=1024) as sync,
+    ):
+        pid = engine.processes[0].pid
+        begin_s = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            sync.push(TENSORS, version="bad")
+
+        # The workers die with the first message; all else is the survivor's time.
+        assert time.monotonic() - begin_s < AT_ONCE_S + 2
+        assert caught.value.pid in [process.pid for process in engine.processes]
+        assert str(caught.value.pid) in str(caught.value)
+        assert caught.value.engine_state in {"unknown", "torn"}
+        assert pid
+
+        for rank in range(world_size):
+            engine.respawn(rank)
+        sync.push(TENSORS, version="good")
+        assert [s["version"] for s in sync.status()] == ["good"] * world_size
+
+
+@pytest.mark.parametrize("call", ["open", "load", "commit"])
+def test_a_stopped_worker_is_a_timeout_and_the_engine_is_busy_until_it_goes_on(call: str) -> None:
+    with (
+        FakeEngine(f"stop {call}") as engine,
+        WeightSync(
+            engine, slot_size=1024, connect_timeout_s=5, idle_timeout_s=1, commit_timeout_s=1
+        ) as sync,
+    ):
+        with pytest.raises(ChannelTimeoutError, match="rank 0 pid") as caught:
+            sync.push(TENSORS, version="bad")
+        assert caught.value.timeout_s == 1
+        assert caught.value.engine_state == "unknown"
+
+        with pytest.raises(EngineBusyError, match="cannot be cancelled"):
+            sync.push(TENSORS, version="early")
+
+        engine.kill(number=signal.SIGCONT)
+        deadline_s = time.monotonic() + 20
+        while True:
+            try:
+                sync.push(TENSORS, version="good")
+            except EngineBusyError:
+                assert time.monotonic() < deadline_s
+            else:
+                break
+        assert sync.status()[0]["version"] == "good"
+        assert not sync.status()[0]["is_torn"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_exception_of_the_source_passes_through_and_the_next_push_works(world_size: int) -> None:
+    class GatherFailedError(Exception):
+        pass
+
+    def failing(num_good: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(num_good):
+            yield f"model.layers.{index}.weight", torch.ones(256)
+        raise GatherFailedError("a rank is missing")
+
+    with FakeEngine(world_size=world_size) as engine, WeightSync(engine, slot_size=1024) as sync:
+        for num_good, state in ((0, "unchanged"), (5, "torn")):
+            with pytest.raises(GatherFailedError, match="a rank is missing") as caught:
+                sync.push(failing(num_good), version="bad")
+            assert any(state in note for note in caught.value.__notes__)
+
+        sync.push(TENSORS, version="good")
+        assert [s["is_torn"] for s in sync.status()] == [False] * world_size
+
+
+def test_ctrl_c_in_the_source_aborts_the_workers_and_passes_through() -> None:
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(1)
+        raise KeyboardInterrupt
+
+    with FakeEngine() as engine, WeightSync(engine) as sync:
+        with pytest.raises(KeyboardInterrupt):
+            sync.push(interrupted(), version="bad")
+        sync.push(TENSORS, version="good")
+
+
+def make_old(directory: str) -> None:
+    """Make files older than one that is just being made can be."""
+    for file in Path(directory).rglob("*.*"):
+        os.utime(file, (0, 0))
+
+
+def remove_left_behind(directory: str) -> None:
+    """Do what the next trainer would."""
+    make_old(directory)
+    assert remove_stale(directory)
+
+
+STRIKES: list[int | str] = ["open", 0, 5, NUM_TENSORS - 1, "finish", "commit"]
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+def test_the_death_of_the_trainer_frees_the_worker_at_once(
+    strike: int | str, shm_dir: str
+) -> None:
+    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
+    with TrainerProcess(strike, dir=shm_dir) as trainer:
+        _, (offer,) = trainer.receive()
+        begin_s = time.monotonic()
+        result = serve.update(worker, offer)
+
+        assert time.monotonic() - begin_s < AT_ONCE_S + 1
+    assert not result["ok"]
+    assert result["error"]["code"] == PeerLostError.code
+    assert result["state"] == ("unchanged" if strike in {"open", 0} else "torn")
+    assert worker.version is None
+
+    make_old(shm_dir)
+    with TrainerProcess(None, dir=shm_dir) as trainer:
+        _, (offer,) = trainer.receive()
+        result = serve.update(worker, offer)
+        trainer.answer([result])
+        assert trainer.receive() == ("pushed", ())
+    assert (result["ok"], result["state"], worker.version) == (True, "committed", "new")
+    serve.release(worker)
+
+
+def test_a_worker_that_was_told_to_commit_does_so_without_its_trainer(shm_dir: str) -> None:
+    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
+    with TrainerProcess("committed", dir=shm_dir) as trainer:
+        _, (offer,) = trainer.receive()
+        result = serve.update(worker, offer)
+    remove_left_behind(shm_dir)
+
+    assert (result["ok"], result["state"], worker.version) == (True, "committed", "new")
+    serve.release(worker)
+
+
+@pytest.mark.parametrize("strike", [3, "commit"])
+def test_a_stopped_trainer_is_a_timeout_for_the_worker(strike: int | str) -> None:
+    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
+    with TrainerProcess(strike, signal.SIGSTOP, connect_timeout_s=10, idle_timeout_s=0.7) as trainer:
+        _, (offer,) = trainer.receive()
+        begin_s = time.monotonic()
+        result = serve.update(worker, offer)
+
+        assert 1.3 < time.monotonic() - begin_s < 5
+        assert result["error"]["code"] == ChannelTimeoutError.code
+        assert "idle_timeout_s" in result["error"]["message"]
+        trainer.answer([result])
+        trainer.resume()
+        name, (kind, _text) = trainer.receive()
+        assert (name, kind) == ("error", "PeerLostError")
+    serve.release(worker)
+
+
+def test_an_offer_whose_trainer_is_gone_is_refused_at_once(shm_dir: str) -> None:
+    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
+    with TrainerProcess(None, dir=shm_dir) as trainer:
+        _, (offer,) = trainer.receive()
+        trainer.process.kill()
+        trainer.process.join(10)
+    begin_s = time.monotonic()
+    result = serve.update(worker, offer)
+    seconds = time.monotonic() - begin_s
+    remove_left_behind(shm_dir)
+
+    assert seconds < AT_ONCE_S
+    assert result["error"]["code"] == PeerLostError.code
+    assert result["state"] == "unchanged"
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        None,
+        {},
+        {"protocol": 1},
+        {"protocol": 99, "token": "t", "endpoints": {}, "engine": 0,
+         "connect_timeout_s": 1.0, "idle_timeout_s": 1.0},
+        {"protocol": 1, "token": "t", "endpoints": {"GPU-1": "ipc:///x"}, "engine": 0,
+         "connect_timeout_s": 1.0, "idle_timeout_s": 1.0},
+        {"protocol": 1, "token": "t", "endpoints": {"*": "inproc://nobody"}, "engine": 0,
+         "connect_timeout_s": 1.0, "idle_timeout_s": 1.0},
+        {"protocol": 1, "token": "t", "endpoints": {"*": "tcp://127.0.0.1:1"}, "engine": 0,
+         "connect_timeout_s": 1.0, "idle_timeout_s": 1.0},
+        {"protocol": 1, "token": "t", "endpoints": {"*": "ipc:///x"}, "engine": 0,
+         "connect_timeout_s": float("inf"), "idle_timeout_s": 1.0},
+    ],
+)
+def test_a_wrong_offer_is_an_answer_and_never_an_exception(offer: object) -> None:
+    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
+
+    result = serve.update(worker, offer)
+
+    assert result["ok"] is False
+    assert result["state"] == "unchanged"
+    assert result["error"]["message"]
+
+
+def test_an_engine_whose_call_fails_ends_the_push_with_its_text() -> None:
+    class FailingEngine(FakeEngine):
+        def call(self, method: str, *args: object) -> list[object]:
+            if method.startswith("update"):
+                raise RuntimeError("EngineCore died unexpectedly")
+            return super().call(method, *args)
+
+    with FailingEngine() as engine, WeightSync(engine) as sync:
+        with pytest.raises(BucketSyncError, match="EngineCore died unexpectedly") as caught:
+            sync.push(TENSORS, version=1)
+        assert caught.value.engine_state == "unchanged"
+
+
+def test_memory_that_cannot_be_had_is_an_error_before_anything_is_written() -> None:
+    with FakeEngine() as engine:
+        with WeightSync(engine, slot_size="1TiB") as sync:
+            with pytest.raises(RegionError, match="VLLM_BUCKETSYNC_DIR") as caught:
+                sync.push(TENSORS, version=1)
+            assert caught.value.engine_state == "unchanged"
+        with WeightSync(engine) as sync:
+            sync.push(TENSORS, version=1)

@@ -1,0 +1,136 @@
+"""A trainer in a process of its own, which can be killed or stopped at any step.
+
+The offer of its update comes to the test over a pipe, so that the test is the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from vllm_bucketsync.sender import Sender
+from vllm_bucketsync.sync import WeightSync
+
+NUM_TENSORS = 12
+
+
+def source(strike_at: int | None, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for index in range(NUM_TENSORS):
+        if index == strike_at:
+            os.kill(os.getpid(), number)
+        yield f"model.layers.{index}.weight", torch.full((256,), float(index))
+
+
+class _PipeEngine:
+    is_in_process = False
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def num_workers(self) -> int:
+        return 1
+
+    def check_ready(self) -> None:
+        pass
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self._pipe.send((method, args))
+        return list(self._pipe.recv())
+
+    @contextlib.contextmanager
+    def paused(self, *, timeout_s: float) -> Iterator[None]:
+        yield
+
+    def finish(self, version: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _strike_around(step: str, number: int) -> None:
+    """Strike where the sender takes ``step``: "open", "finish", "commit", "committed"."""
+    name = {"open": "_offer", "finish": "_finish", "commit": "commit", "committed": "commit"}[step]
+    original = getattr(Sender, name)
+
+    def striking(self: Sender) -> None:
+        if step != "committed":
+            os.kill(os.getpid(), number)
+        original(self)
+
+    setattr(Sender, name, striking)
+    if step == "committed":
+        # The commit leaves with this call's return; strike with the next one.
+        advance = Sender.advance
+
+        def late(self: Sender) -> Any:
+            if self.phase.value == "committing" and not self._outbox:
+                os.kill(os.getpid(), number)
+            return advance(self)
+
+        Sender.advance = late  # type: ignore[method-assign]
+
+
+def _train(
+    pipe: Connection, strike: int | str | None, number: int, settings: dict[str, Any]
+) -> None:
+    if isinstance(strike, str):
+        _strike_around(strike, number)
+    with WeightSync(_PipeEngine(pipe), slot_size=1024, **settings) as sync:
+        try:
+            sync.push(source(strike if isinstance(strike, int) else None, number), version="new")
+        except Exception as error:
+            pipe.send(("error", (type(error).__name__, str(error))))
+        else:
+            pipe.send(("pushed", ()))
+
+
+class TrainerProcess:
+    """Starts the trainer; ``receive`` gives what it says. A context manager."""
+
+    def __init__(
+        self, strike: int | str | None, number: int = signal.SIGKILL, **settings: Any
+    ) -> None:
+        """Start it.
+
+        Args:
+            strike: At which tensor, or at which step of the sender.
+            number: The signal that it sends itself there.
+            settings: Of its ``WeightSync``.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_train, args=(theirs, strike, int(number), settings), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> TrainerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self.process.kill()
+        self.process.join(10)
+        self.process.close()
+
+    def receive(self) -> Any:
+        if not self._pipe.poll(60):
+            raise TimeoutError("the trainer says nothing")
+        return self._pipe.recv()
+
+    def answer(self, results: list[Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(results)
+
+    def resume(self) -> None:
+        if self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGCONT)
