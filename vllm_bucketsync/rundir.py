@@ -27,8 +27,8 @@ SEGMENT_SUFFIX = ".seg"
 STALE_AFTER_S = 10.0
 # Random part of a file's name, in bytes: more than the 64 bits that nobody guesses.
 _NAME_BYTES = 12
-# Each attempt fails only if another process removes the directory within microseconds.
-_NUM_ATTEMPTS = 16
+# Each fails only if another process removes the directory within the same microseconds.
+_NUM_ATTEMPTS = 1000
 
 T = TypeVar("T")
 

@@ -185,6 +185,7 @@ def test_the_death_of_the_trainer_frees_the_worker_at_once(
         result = serve.update(worker, offer)
         trainer.answer([result])
         assert trainer.receive() == ("pushed", ())
+        trainer.finish()
     assert (result["ok"], result["state"], worker.version) == (True, "committed", "new")
     serve.release(worker)
 

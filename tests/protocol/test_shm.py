@@ -182,7 +182,8 @@ def small_dir(shm_dir: str) -> Iterator[str]:
         left = [path for path in Path(shm_dir).rglob("*") if path.is_file()]
         assert left == []
     finally:
-        subprocess.run(["umount", shm_dir], check=True, timeout=PATIENCE_S)
+        # Lazily: what a failed test still maps must not keep the directory.
+        subprocess.run(["umount", "--lazy", shm_dir], check=True, timeout=PATIENCE_S)
 
 
 def test_a_full_file_system_is_an_error_with_advice_before_anything_is_sent(

@@ -131,6 +131,12 @@ class TrainerProcess:
         with contextlib.suppress(OSError):
             self._pipe.send(results)
 
+    def finish(self) -> None:
+        """Wait until it has closed everything."""
+        self.process.join(30)
+        if self.process.exitcode != 0:
+            raise RuntimeError(f"the trainer ended with {self.process.exitcode}")
+
     def resume(self) -> None:
         if self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGCONT)

@@ -22,7 +22,7 @@ import httpx
 from .exits import CommandError
 
 START_TIMEOUT_S = 240.0
-REQUEST_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.25
 _LOG_TAIL_LINES = 25

@@ -1,0 +1,37 @@
+"""README's program with an ``LLM`` object runs as it stands, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from support.engines import ENVIRONMENT
+
+from vllm_bucketsync.cli.demo_model import build_checkpoint
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_program_with_an_llm_object_generates_with_the_new_weights(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    build_checkpoint(old, seed=1)
+    build_checkpoint(new, seed=2)
+    (program,) = re.findall(r"```python\n(from vllm import LLM\n.*?)```", README.read_text(), re.S)
+    program = program.replace('"MODEL"', f"{str(old)!r}, dtype='float32', enforce_eager=True")
+    program = program.replace('"NEW_CHECKPOINT"', repr(str(new)))
+    program = program.replace('"Hello"', '"the old fox sleeps under"')
+
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, **ENVIRONMENT},
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert "RequestOutput" in result.stdout

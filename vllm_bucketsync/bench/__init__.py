@@ -1,0 +1,1 @@
+"""Measurements without vLLM, between two real processes; nothing here prints."""

@@ -1,0 +1,62 @@
+"""The sink that puts every tensor in its place, as a loader of a model does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from vllm_bucketsync.errors import EngineState, LoadError
+from vllm_bucketsync.layout import Manifest
+from vllm_bucketsync.sinks import Piece, SinkReport
+
+
+class ModelSink:
+    """Copies every piece to its tensor's place in memory as large as the model."""
+
+    def __init__(self, model: torch.Tensor) -> None:
+        """Begin an update.
+
+        Args:
+            model: ``[num_bytes]``, uint8; written to.
+        """
+        self._model = model
+        self._starts: list[int] = []
+
+    def open(self, manifest: Manifest | None) -> None:
+        """Give every tensor its place.
+
+        Raises:
+            LoadError: There is no manifest, or the model is too small for it.
+        """
+        if manifest is None or manifest.num_bytes > self._model.numel():
+            raise LoadError(
+                f"the benchmark's model of {self._model.numel()} bytes takes declared updates "
+                f"of at most as many; nothing was written"
+            )
+        self._starts = list(accumulate((meta.num_bytes for meta in manifest.metas), initial=0))
+
+    def deviate(self, index: int) -> None:
+        """Accept any stream that fits."""
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        """Copy each piece once."""
+        for piece in pieces:
+            start = self._starts[piece.index] + piece.first_byte
+            self._model[start : start + piece.data.numel()].copy_(piece.data)
+
+    def prepare(self) -> None:
+        """Have nothing to miss: the receiver counts what arrived."""
+
+    def commit(self) -> SinkReport:
+        """Have nothing to commit: it is in use as it is written."""
+        return SinkReport()
+
+    def abort(self) -> EngineState:
+        """Say that part of it may be there."""
+        return EngineState.TORN if self._starts else EngineState.UNCHANGED
+
+    def release(self) -> None:
+        """Keep nothing but the model, which is the worker's."""
+        self._starts = []
