@@ -24,7 +24,6 @@ from .layout import (
 from .messages import Batch, Finish, check_meta
 from .tensors import DTYPE_NAMES
 
-
 MAX_ELEMENTS = 1 << 60
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -128,7 +127,9 @@ class Arrivals:
         end_bytes = entry.first_byte + entry.num_bytes
         is_next = entry.first_byte == self._open_bytes and end_bytes <= meta.num_bytes
         if not is_next or (entry.num_bytes == 0 and meta.num_bytes != 0):
-            raise _misplaced(batch, entry, f"byte {self._open_bytes} of {meta.num_bytes} to be next")
+            raise _misplaced(
+                batch, entry, f"byte {self._open_bytes} of {meta.num_bytes} to be next"
+            )
         self.num_bytes += entry.num_bytes
         self._is_open = end_bytes < meta.num_bytes
         self._open_bytes = end_bytes if self._is_open else 0

@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any
 
 from .errors import ConfigError
-from .layout import ALIGNMENT_BYTES
+from .layout import ALIGNMENT_BYTES, aligned
 
 ENV_PREFIX = "VLLM_BUCKETSYNC_"
 DEFAULT_SLOT_SIZE_BYTES = 512 * 1024**2
@@ -87,7 +87,7 @@ class Settings:
     def slot_size_bytes(self) -> int:
         """The slot size asked for, or the default: rounded up to the alignment."""
         size = DEFAULT_SLOT_SIZE_BYTES if self.slot_size is None else parse_size(self.slot_size)
-        return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return aligned(size)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Settings:

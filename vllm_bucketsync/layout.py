@@ -110,6 +110,11 @@ class Manifest:
         return sum(meta.num_bytes for meta in self.metas)
 
     @cached_property
+    def aligned_bytes(self) -> int:
+        """Bytes of all tensors as they lie in buckets."""
+        return sum(aligned(meta.num_bytes) for meta in self.metas)
+
+    @cached_property
     def digest(self) -> str:
         """The manifest's name: a hash of every meta in order, 64 hex digits."""
         return manifest_digest(self.metas)
@@ -151,7 +156,7 @@ class BucketPlanner:
             size = min(num_bytes - first_byte, capacity)
             yield Entry(index, first_byte, self._used_bytes, size)
             self._num_entries += 1
-            self._used_bytes += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._used_bytes += aligned(size)
             first_byte += size
             if self._used_bytes >= capacity or self._num_entries >= self._layout.max_entries:
                 self._end_bucket()
@@ -187,6 +192,11 @@ def plan_buckets(
             bucket = []
     if bucket:
         yield tuple(bucket)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of ``ALIGNMENT_BYTES``."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def manifest_digest(metas: Iterable[TensorMeta]) -> str:

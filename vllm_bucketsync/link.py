@@ -49,7 +49,6 @@ def find(endpoint: str) -> Link:
     link = _LINKS.get(endpoint.removeprefix(SCHEME))
     if link is None:
         raise PeerLostError(
-            "the sender of this in-process update is gone, or lives in another process; "
-            "push again"
+            "the sender of this in-process update is gone, or lives in another process; push again"
         )
     return link

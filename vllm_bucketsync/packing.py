@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .layout import BucketPlanner, Entry, Manifest, TensorMeta, manifest_digest
+from .layout import BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
 from .slots import Slots
 from .sources import Source, byte_view

@@ -158,30 +158,24 @@ class Receiver:
         self._metas = []
 
     def _handle(self, command: Command) -> list[Reply]:
+        replies: list[Reply] = []
         match command:
             case Open():
-                return self._open(command)
-            case Metas(metas=metas):
-                self._metas.extend(metas)
-                return self._begin() if not self.session.num_metas_due else []
+                replies = self._open(command)
+            case Metas():
+                replies = self._extend(command)
             case Batch():
-                return [self._load(command)]
-            case Deviate(index=index):
-                arrivals, sink = self._running()
-                arrivals.deviate(index)
-                sink.deviate(index)
-                return []
+                replies = [self._load(command)]
+            case Deviate():
+                self._deviate(command)
             case Finish():
-                arrivals, sink = self._running()
-                self._memory.remember(arrivals.finish(command))
-                sink.prepare()
-                return [Prepared()]
+                replies = [self._finish(command)]
             case Commit():
-                return [self._commit()]
+                replies = [self._commit()]
             case Abort(reason=reason):
                 logger.info("update aborted by the sender: %s", reason)
-                return [Aborted(state=self._abort())]
-        raise RemoteProtocolError(f"{type(command).__name__} is not known here")
+                replies = [Aborted(state=self._abort())]
+        return replies
 
     def _open(self, command: Open) -> list[Reply]:
         for region in command.regions:
@@ -193,6 +187,10 @@ class Receiver:
         self.opened = command
         self._metas = []
         return self._begin() if not command.num_metas else []
+
+    def _extend(self, command: Metas) -> list[Reply]:
+        self._metas.extend(command.metas)
+        return self._begin() if not self.session.num_metas_due else []
 
     def _begin(self) -> list[Reply]:
         """Open the shared memory, then the sink: nothing is written before both did."""
@@ -242,6 +240,17 @@ class Receiver:
         ]
         sink.load(pieces)
         return Ack(seq=batch.seq)
+
+    def _deviate(self, command: Deviate) -> None:
+        arrivals, sink = self._running()
+        arrivals.deviate(command.index)
+        sink.deviate(command.index)
+
+    def _finish(self, command: Finish) -> Prepared:
+        arrivals, sink = self._running()
+        self._memory.remember(arrivals.finish(command))
+        sink.prepare()
+        return Prepared()
 
     def _commit(self) -> Done:
         opened = self._offer()

@@ -45,7 +45,7 @@ class PushReport:
         seconds: From the call to its return.
         transport: What carried them.
         transport_reason: Why that one.
-        slot_size_bytes: Capacity of one slot.
+        slot_size_bytes: Capacity of one slot; 0 where references are handed over.
         skipped: Names that the engine has no place for and was allowed to skip.
         workers: One report for each worker; empty for a dry run.
     """

@@ -226,7 +226,9 @@ class Sender:
         late = ", ".join(str(peer) for peer in self.peers.values() if not self._is_on_time(peer))
         match self.phase:
             case Phase.GREETING:
-                return f"{len(self.peers)} of {self.update.num_workers} workers said hello; the rest"
+                return (
+                    f"{len(self.peers)} of {self.update.num_workers} workers said hello; the rest"
+                )
             case Phase.STREAMING if self.packing is not None:
                 return f"{self.packing.describe()}, acknowledgement from {late}"
             case _:
@@ -249,7 +251,8 @@ class Sender:
         session = Session(Role.SENDER)
         session.receive(hello)
         taken = [
-            p for p in self.peers.values()
+            p
+            for p in self.peers.values()
             if (p.hello.engine, p.hello.dp_index, p.hello.rank)
             == (hello.engine, hello.dp_index, hello.rank)
         ]
@@ -306,7 +309,7 @@ class Sender:
         """Offer the first of the transports that are left."""
         declared = self.source.declared
         hellos = [peer.hello for peer in self.peers.values()]
-        needed_bytes = None if declared is None else declared.num_bytes
+        needed_bytes = None if declared is None else declared.aligned_bytes
         if not self.update.is_dry_run:
             self.slots.prepare(self.choice.kind, needed_bytes=needed_bytes, hellos=hellos)
         manifest = declared or self.slots.last_manifest

@@ -132,7 +132,7 @@ class Worker:
             "num_updates": self.num_updates,
             "num_failures": self.num_failures,
             "transport": self.transport,
-            "region_bytes": sum(r.num_bytes for r in self.memory.regions.values()),
+            "region_bytes": sum(r.held_bytes for r in self.memory.regions.values()),
         }
 
 
@@ -274,7 +274,10 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         worker.num_updates += 1
         logger.info(
             "update %s committed: version %s, %d buckets over %s",
-            opened.update_id, opened.version, receiver.session.num_batches, opened.transport,
+            opened.update_id,
+            opened.version,
+            receiver.session.num_batches,
+            opened.transport,
         )
     elif receiver.error is not None:
         worker.num_failures += 1

@@ -19,7 +19,9 @@ stays. Nothing aborts a commit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 from .errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from .messages import (
@@ -154,38 +156,76 @@ class Session:
         state = TRANSITIONS[self.state].get(type(message))
         if state is None or not isinstance(message, allowed):
             raise fault(f"{name} is not allowed in state {self.state.name}")
-        problem = self._count(message)
+        count = _COUNTS.get(type(message))
+        problem = None if count is None else count(self, message)
         if problem:
             raise fault(f"{name} in state {self.state.name}: {problem}")
         self.state = state
 
-    def _count(self, message: Message) -> str | None:
-        """Keep the numbers, or return what is wrong with them."""
-        match message:
-            case Open(num_metas=num_metas):
-                if self.num_batches:
-                    return f"{self.num_batches} buckets were sent; it is too late for another offer"
-                self.num_metas_due = num_metas
-            case Metas(metas=metas):
-                if not 0 < len(metas) <= self.num_metas_due:
-                    return f"{len(metas)} metas; {self.num_metas_due} are due"
-                self.num_metas_due -= len(metas)
-            case Ready() if self.num_metas_due and self.state is State.OPENING:
-                return f"{self.num_metas_due} metas are still due"
-            case Batch(seq=seq):
-                if seq != self.num_batches:
-                    return f"bucket {seq}; expected {self.num_batches}"
-                self.num_batches += 1
-            case Ack(seq=seq):
-                if seq != self.num_acks or seq >= self.num_batches:
-                    return f"bucket {seq}; expected {self.num_acks} of {self.num_batches} sent"
-                self.num_acks += 1
-            case Deviate():
-                if self.has_deviated:
-                    return "the stream has left the manifest before"
-                self.has_deviated = True
-            case Finish(num_batches=num_batches) if num_batches != self.num_batches:
-                return f"{num_batches} buckets; {self.num_batches} were announced"
-            case Prepared() if self.num_acks != self.num_batches and self.state is State.FINISHING:
-                return f"{self.num_acks} of {self.num_batches} buckets are acknowledged"
-        return None
+
+# Keep the numbers, each for one kind of message; or return what is wrong with them.
+
+
+def _count_open(session: Session, message: Open) -> str | None:
+    if session.num_batches:
+        return f"{session.num_batches} buckets were sent; it is too late for another offer"
+    session.num_metas_due = message.num_metas
+    return None
+
+
+def _count_metas(session: Session, message: Metas) -> str | None:
+    if not 0 < len(message.metas) <= session.num_metas_due:
+        return f"{len(message.metas)} metas; {session.num_metas_due} are due"
+    session.num_metas_due -= len(message.metas)
+    return None
+
+
+def _count_ready(session: Session, _: Ready) -> str | None:
+    if session.num_metas_due and session.state is State.OPENING:
+        return f"{session.num_metas_due} metas are still due"
+    return None
+
+
+def _count_batch(session: Session, message: Batch) -> str | None:
+    if message.seq != session.num_batches:
+        return f"bucket {message.seq}; expected {session.num_batches}"
+    session.num_batches += 1
+    return None
+
+
+def _count_ack(session: Session, message: Ack) -> str | None:
+    if message.seq != session.num_acks or message.seq >= session.num_batches:
+        return f"bucket {message.seq}; expected {session.num_acks} of {session.num_batches} sent"
+    session.num_acks += 1
+    return None
+
+
+def _count_deviate(session: Session, _: Deviate) -> str | None:
+    if session.has_deviated:
+        return "the stream has left the manifest before"
+    session.has_deviated = True
+    return None
+
+
+def _count_finish(session: Session, message: Finish) -> str | None:
+    if message.num_batches != session.num_batches:
+        return f"{message.num_batches} buckets; {session.num_batches} were announced"
+    return None
+
+
+def _count_prepared(session: Session, _: Prepared) -> str | None:
+    if session.num_acks != session.num_batches and session.state is State.FINISHING:
+        return f"{session.num_acks} of {session.num_batches} buckets are acknowledged"
+    return None
+
+
+_COUNTS: dict[type[Message], Callable[[Session, Any], str | None]] = {
+    Open: _count_open,
+    Metas: _count_metas,
+    Ready: _count_ready,
+    Batch: _count_batch,
+    Ack: _count_ack,
+    Deviate: _count_deviate,
+    Finish: _count_finish,
+    Prepared: _count_prepared,
+}

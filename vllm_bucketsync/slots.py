@@ -11,7 +11,7 @@ from .layout import BucketLayout, Manifest
 from .messages import Handle, Hello, Region
 from .transport.base import OwnedRegion
 from .transport.registry import create_slots
-from .transport.shm import choose_slot_size
+from .transport.slots import choose_slot_size
 
 
 class Slots:
@@ -45,6 +45,12 @@ class Slots:
         """Where the slots are in it."""
         size = self.layout.slot_size_bytes
         return tuple(Region(0, index * size, size) for index in range(self.num_slots))
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """Capacity of one slot; 0 where references are handed over."""
+        is_memory = self._region is None or self._region.held_bytes
+        return self.layout.slot_size_bytes if is_memory else 0
 
     def prepare(self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello]) -> None:
         """Keep the region if every worker has it and it is large enough, else make one.

@@ -129,8 +129,12 @@ class WeightSync:
         report = _report(sender, self._slots, seconds=time.monotonic() - begin_s)
         logger.info(
             "version %s: %d tensors, %d bytes in %d buckets over %s, %.3f s",
-            report.version, report.num_tensors, report.num_bytes, report.num_buckets,
-            report.transport, report.seconds,
+            report.version,
+            report.num_tensors,
+            report.num_bytes,
+            report.num_buckets,
+            report.transport,
+            report.seconds,
         )
         return report
 
@@ -208,15 +212,15 @@ class WeightSync:
             partial=partial,
             is_dry_run=is_dry_run,
         )
-        choices = candidates(
-            self._settings.transport, is_in_process=self._engine.is_in_process
-        )
+        choices = candidates(self._settings.transport, is_in_process=self._engine.is_in_process)
         return Sender(update=update, source=source, slots=self._slots, choices=choices)
 
     def _run(self, sender: Sender, progress: Progress | None) -> None:
         """Run the update, and raise what it failed with."""
         if self._engine.is_in_process:
             run_linked(sender, engine=self._engine, settings=self._settings, progress=progress)
+            # References to the trainer's tensors end with the push.
+            self._slots.release()
         else:
             if self._listener is None:
                 for path in remove_stale(self._settings.dir):
@@ -294,7 +298,7 @@ def _report(sender: Sender, slots: Slots, *, seconds: float) -> PushReport:
         seconds=seconds,
         transport=sender.choice.kind,
         transport_reason=sender.choice.reason,
-        slot_size_bytes=slots.layout.slot_size_bytes,
+        slot_size_bytes=slots.slot_size_bytes,
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         workers=tuple(
             WorkerReport(

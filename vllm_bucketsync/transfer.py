@@ -209,11 +209,14 @@ def _step(sender: Sender, listener: Listener, call: RpcCall, watch: _Watch) -> N
         return
     if isinstance(event, Lost):
         peer = sender.peers.get(event.peer)
-        sender.lose(event.peer, PeerLostError(
-            f"worker {peer or ''} (pid {event.pid}) is gone, while the sender waited for "
-            f"{sender.waiting_for()}; see the engine's log",
-            pid=event.pid,
-        ))
+        sender.lose(
+            event.peer,
+            PeerLostError(
+                f"worker {peer or ''} (pid {event.pid}) is gone, while the sender waited for "
+                f"{sender.waiting_for()}; see the engine's log",
+                pid=event.pid,
+            ),
+        )
         return
     try:
         reply = decode_reply(event.data)
@@ -287,7 +290,9 @@ def _early_end(results: list[Any], error: BaseException | None) -> BaseException
         wire = result.get("error") if isinstance(result, dict) else None
         if isinstance(wire, dict) and {"code", "message", "details"} <= wire.keys():
             return from_wire(
-                str(wire["code"]), str(wire["message"]), dict(wire["details"]),
+                str(wire["code"]),
+                str(wire["message"]),
+                dict(wire["details"]),
                 rank=result.get("rank"),
             )
     if len(results) == 0:

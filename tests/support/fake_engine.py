@@ -14,7 +14,8 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +28,7 @@ from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
 class RecordingSink:
     """Keeps a hash of every tensor's bytes, in order of arrival."""
 
-    last: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    last: ClassVar[dict[str, tuple[str, tuple[int, ...], str]]] = {}
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
@@ -137,16 +138,16 @@ def _answer(worker: serve.Worker, method: str, args: Sequence[Any]) -> Any:
             return RecordingSink.last
         case "resources":
             return {
-                "fds": len(os.listdir("/proc/self/fd")),
+                "fds": len(list(Path("/proc/self/fd").iterdir())),
                 "rss_kib": _rss_kib(),
-                "mapped": sum(".seg" in line for line in open("/proc/self/maps")),
+                "mapped": Path("/proc/self/maps").read_text().count(".seg"),
             }
     raise ValueError(method)
 
 
 def _rss_kib() -> int:
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 class FakeEngine:
@@ -207,7 +208,10 @@ class FakeEngine:
     def call(self, method: str, *args: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((method, args))
-        return [self._receive(pipe, process) for pipe, process in zip(self._pipes, self.processes)]
+        return [
+            self._receive(pipe, process)
+            for pipe, process in zip(self._pipes, self.processes, strict=True)
+        ]
 
     @contextlib.contextmanager
     def paused(self, *, timeout_s: float) -> Iterator[None]:

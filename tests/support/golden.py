@@ -6,7 +6,7 @@ from vllm_bucketsync.layout import BucketLayout
 from vllm_bucketsync.messages import PROTOCOL_VERSION, Hello, Open, Region, ShmHandle
 
 HELLO = Hello(
-    token="secret",
+    token="t",  # noqa: S106
     protocol=PROTOCOL_VERSION,
     plugin_version="0.1.0",
     engine=0,
@@ -26,7 +26,7 @@ OPEN = Open(
     version="1",
     kind="weights",
     transport="shm",
-    handles=(ShmHandle(id="r", path="/dev/shm/r.seg", num_bytes=512, canary=bytes(32)),),
+    handles=(ShmHandle(id="r", path="/r.seg", num_bytes=512, canary=bytes(32)),),
     regions=(Region(0, 0, 256), Region(0, 256, 256)),
     layout=BucketLayout(256),
 )

@@ -110,11 +110,12 @@ class ThreadEngine:
         pass
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        act = {
+        methods: dict[str, Callable[..., Any]] = {
             "update_weights_from_bucket": serve.update,
             "bucketsync_status": serve.status,
             "bucketsync_release": serve.release,
-        }[method]
+        }
+        act = methods[method]
         results: list[Any] = [None] * len(self.workers)
 
         def run(index: int) -> None:

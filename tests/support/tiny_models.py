@@ -76,9 +76,9 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _qwen3(vocab_size=PADDED_VOCAB_SIZE),
     "qwen3_tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen2": lambda: _qwen2(tie_word_embeddings=True),
-    "llama": lambda: _llama(),
-    "qwen3_moe": lambda: _qwen3_moe(),
-    "glm4_moe": lambda: _glm4_moe(),
+    "llama": _llama,
+    "qwen3_moe": _qwen3_moe,
+    "glm4_moe": _glm4_moe,
 }
 KINDS = tuple(_CONFIGS)
 
@@ -154,9 +154,7 @@ def _fill(name: str, tensor: torch.Tensor) -> None:
         return
     if "norm" in name:
         tensor.normal_(mean=1.0, std=0.2)
-    elif name.endswith("bias"):
-        tensor.normal_(std=0.5)
-    elif "embed_tokens" in name or "lm_head" in name:
+    elif name.endswith("bias") or "embed_tokens" in name or "lm_head" in name:
         tensor.normal_(std=0.5)
     else:
         tensor.normal_(std=1.5 / tensor.shape[-1] ** 0.5)

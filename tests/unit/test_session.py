@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from support import golden
+
 from vllm_bucketsync.errors import EngineState, LocalProtocolError, RemoteProtocolError
 from vllm_bucketsync.layout import TensorMeta
 from vllm_bucketsync.messages import (

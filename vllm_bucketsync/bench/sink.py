@@ -38,7 +38,8 @@ class ModelSink:
         self._starts = list(accumulate((meta.num_bytes for meta in manifest.metas), initial=0))
 
     def deviate(self, index: int) -> None:
-        """Accept any stream that fits."""
+        """Refuse: what was declared is all that there is a place for."""
+        raise LoadError(f"the update leaves its manifest at tensor {index}")
 
     def load(self, pieces: Sequence[Piece]) -> None:
         """Copy each piece once."""

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from vllm_bucketsync import __version__
 
-from . import demo
+from . import bench, demo
 from .exits import CommandError, ExitCode
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"bench": bench, "demo": demo}
 
 _EXIT_CODES = """\
 exit codes:

@@ -32,6 +32,10 @@ class OwnedRegion(Protocol):
     def num_bytes(self) -> int:
         """Room for data, in bytes."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the region takes; 0 for references."""
+
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
         """Put bytes into the region.
 
@@ -61,6 +65,10 @@ class OpenedRegion(Protocol):
     @property
     def num_bytes(self) -> int:
         """Room for data, in bytes."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the region takes; 0 for references."""
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of the region, in place.

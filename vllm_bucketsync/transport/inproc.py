@@ -26,11 +26,13 @@ class InprocRegion:
 
     Attributes:
         handle: Finds the region in this process.
+        held_bytes: Memory that it takes: none.
     """
 
     def __init__(self, handle: InprocHandle) -> None:
         """Use ``create``."""
         self.handle = handle
+        self.held_bytes = 0
         self._bucket: dict[int, torch.Tensor] = {}
 
     @classmethod
@@ -103,12 +105,14 @@ class OpenedInproc:
     Attributes:
         id: The handle's id.
         num_bytes: Room for data, in bytes.
+        held_bytes: Memory that it takes: none.
     """
 
     def __init__(self, region: InprocRegion) -> None:
         """Use ``open``."""
         self.id = region.handle.id
         self.num_bytes = region.num_bytes
+        self.held_bytes = 0
         self._region: InprocRegion | None = region
 
     @classmethod

@@ -53,11 +53,13 @@ class ShmRegion:
 
     Attributes:
         handle: Opens the region in another process of the host.
+        held_bytes: Memory that it takes.
     """
 
     def __init__(self, fd: int, *, handle: ShmHandle, memory: mmap.mmap, directory: str) -> None:
         """Use ``create``."""
         self.handle = handle
+        self.held_bytes = HEADER_BYTES + handle.num_bytes
         self._fd: int | None = fd
         self._directory = directory
         self._data: torch.Tensor | None = _data_of(memory, handle.num_bytes)
@@ -151,12 +153,14 @@ class OpenedShm:
     Attributes:
         id: The handle's id.
         num_bytes: Room for data, in bytes.
+        held_bytes: Memory that it takes.
     """
 
     def __init__(self, fd: int, *, handle: ShmHandle, memory: mmap.mmap) -> None:
         """Use ``open``."""
         self.id = handle.id
         self.num_bytes = handle.num_bytes
+        self.held_bytes = HEADER_BYTES + handle.num_bytes
         self._fd: int | None = fd
         self._data: torch.Tensor | None = _data_of(memory, handle.num_bytes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vllm_bucketsync.config import MIN_SHRUNK_SLOT_SIZE_BYTES, Settings
-from vllm_bucketsync.layout import ALIGNMENT_BYTES
 
 # Every update is to be cut into so many buckets for each slot: while the first is
 # packed nothing is loaded, and while the last is loaded nothing is packed.
@@ -30,7 +29,7 @@ def choose_slot_size(settings: Settings, needed_bytes: int | None) -> int:
         return size
     wanted = -(-needed_bytes // (BUCKETS_PER_SLOT * settings.num_slots))
     wanted = max(wanted, min(needed_bytes, MIN_OVERLAP_SLOT_BYTES), 1)
-    return min(size, _aligned(wanted))
+    return min(size, aligned(wanted))
 
 
 def shrink_slot_size(settings: Settings, slot_size_bytes: int) -> int | None:
@@ -41,8 +40,4 @@ def shrink_slot_size(settings: Settings, slot_size_bytes: int) -> int | None:
     """
     if settings.slot_size is not None or slot_size_bytes <= MIN_SHRUNK_SLOT_SIZE_BYTES:
         return None
-    return max(_aligned(slot_size_bytes // 2), MIN_SHRUNK_SLOT_SIZE_BYTES)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return max(aligned(slot_size_bytes // 2), MIN_SHRUNK_SLOT_SIZE_BYTES)

@@ -143,9 +143,8 @@ def _is_next_token_prediction(hf_config: Any, name: str) -> bool:
 def _is_on_another_stage(model: torch.nn.Module, name: str) -> bool:
     from vllm.model_executor.models import utils
 
-    missing = tuple(
-        getattr(utils, cls) for cls in ("PPMissingLayer", "StageMissingLayer") if hasattr(utils, cls)
-    )
+    names = ("PPMissingLayer", "StageMissingLayer")
+    missing = tuple(getattr(utils, name) for name in names if hasattr(utils, name))
     module: Any = model
     for part in name.split("."):
         module = getattr(module, part, None)
@@ -169,12 +168,9 @@ def take_moe_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """
     if not current_platform.is_cpu():
         return []
-    methods = {
-        id(method): method
-        for module in model.modules()
-        if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None
-    }
-    taken = [(method, method.moe_kernel) for method in methods.values()]
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    by_identity = {id(one): one for one in methods if getattr(one, "moe_kernel", None) is not None}
+    taken = [(method, method.moe_kernel) for method in by_identity.values()]
     for method, _ in taken:
         method.moe_kernel = None
     return taken

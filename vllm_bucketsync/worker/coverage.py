@@ -65,9 +65,7 @@ def cover(boxes: Sequence[Box]) -> Coverage:
     later = int(meets[0]) + 1
     earlier = int(np.argmax(end[:later]))
     first_two = (int(owner_of[earlier]), int(owner_of[later]))
-    return Coverage(
-        num_elements=covered + uncounted, overlap=(min(first_two), max(first_two))
-    )
+    return Coverage(num_elements=covered + uncounted, overlap=(min(first_two), max(first_two)))
 
 
 def _runs(box: Box) -> Runs | None:

@@ -187,9 +187,7 @@ class _Run:
             self._recorder.forget(frozenset(part))
             if len(part) == 1:
                 self._feed_alone(part[0])
-            elif self._load(
-                iter([(self._metas[one].name, self._tensors[one]) for one in part])
-            ):
+            elif self._load(iter([(self._metas[one].name, self._tensors[one]) for one in part])):
                 half = len(part) // 2
                 waiting += [part[half:], part[:half]]
         if len(self._now.failed) == num_before:

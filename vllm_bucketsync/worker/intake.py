@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,9 +137,7 @@ class Intake:
         problem = problems.loader_failed(meta.name, error)
         if aim is not None and tuple(aim[1]) != meta.shape:
             target, shape = aim
-            problem = problems.mismatch(
-                meta.name, shape=meta.shape, target=target, expected=shape
-            )
+            problem = problems.mismatch(meta.name, shape=meta.shape, target=target, expected=shape)
         problems.raise_problems([problem], state=_STATE)
 
     def _handle_unused(self, meta: TensorMeta, *, is_refused: bool = False) -> None:
@@ -161,9 +158,9 @@ class Intake:
         alone = compat.independent_names()
         loaded = self._loaded_independently()
         for name, tensor in self._model.named_parameters():
-            if name.rpartition(".")[2] in alone and name not in loaded:
-                if not self._waiver.covers(name):
-                    yield problems.never_sent(name, shape=tensor.shape)
+            is_due = name.rpartition(".")[2] in alone and name not in loaded
+            if is_due and not self._waiver.covers(name):
+                yield problems.never_sent(name, shape=tensor.shape)
 
     def _loaded_independently(self) -> set[str]:
         """Names, and their aliases, of the live tensors that loaders say they wrote."""
@@ -189,7 +186,7 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # Without elements there is nothing that could be read.
         ranges = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, position)

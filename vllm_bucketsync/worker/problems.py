@@ -95,9 +95,7 @@ def skipped_in_silence(name: str) -> Problem:
     )
 
 
-def mismatch(
-    name: str, *, shape: Sequence[int], target: str, expected: Sequence[int]
-) -> Problem:
+def mismatch(name: str, *, shape: Sequence[int], target: str, expected: Sequence[int]) -> Problem:
     """Describe a tensor of a wrong shape."""
     return Problem(
         cls=TensorMismatchError,
@@ -125,15 +123,11 @@ def same_place(name: str, *, other: str, target: str) -> Problem:
     return Problem(
         cls=DuplicateTensorError,
         name=name,
-        text=(
-            f"{name!r} and {other!r} would land in the same part of {target}; send one of them"
-        ),
+        text=(f"{name!r} and {other!r} would land in the same part of {target}; send one of them"),
     )
 
 
-def in_part(
-    target: str, *, num_elements: int, expected: int, arrived: Sequence[str]
-) -> Problem:
+def in_part(target: str, *, num_elements: int, expected: int, arrived: Sequence[str]) -> Problem:
     """Describe a parameter of which a part would be garbage."""
     parts = f"of its parts only {_quoted(arrived)} came" if arrived else "none of its parts came"
     return Problem(
@@ -200,7 +194,7 @@ def _checkpoint_names(model: torch.nn.Module) -> list[str]:
     parts: dict[str, list[str]] = {}
     for part, (whole, _) in getattr(mapper, "orig_to_new_stacked", {}).items():
         parts.setdefault(whole, []).append(part)
-    names = []
+    names: list[str] = []
     for name in compat.tensor_names(model):
         wholes = [whole for whole in parts if whole in name]
         names.extend(name.replace(whole, part) for whole in wholes for part in parts[whole])

@@ -107,8 +107,10 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, targets: Iterable[Target]) -> None:
-        super().__init__()
-        self._targets = {_storage(target.tensor): target for target in targets}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._targets: dict[int, Target] = {}
+        for target in targets:
+            self._targets.setdefault(_storage(target.tensor), target)
         self._sources: dict[int, int] = {}
         self._derived: dict[int, frozenset[int]] = {}
         # A storage that is gone can give its identity to another.
@@ -240,12 +242,12 @@ class Recorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     # All meta storages have address 0, so it is the storage object that tells them apart.
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _box(tensor: torch.Tensor, base: torch.Tensor | None = None) -> Box:
     first = 0 if base is None else base.storage_offset()
-    return Box(tensor.storage_offset() - first, tuple(tensor.shape), tensor.stride())
+    return Box(int(tensor.storage_offset()) - int(first), tuple(tensor.shape), tensor.stride())
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:

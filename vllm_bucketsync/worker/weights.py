@@ -24,6 +24,8 @@ from .layerwise import LayerwiseReload
 from .memory import WeightMemory
 from .record import LoadRecord
 
+__all__ = ["WeightMemory", "WeightSink"]
+
 logger = logging.getLogger(__name__)
 
 _NOTHING = "nothing was written"
@@ -206,11 +208,11 @@ class _Fragments:
             if piece.is_whole:
                 found.append((piece.meta, piece.tensor()))
                 continue
-            meta, buffer, num_filled = self._open.pop(piece.index, None) or (
-                piece.meta,
-                torch.empty(piece.meta.num_bytes, dtype=torch.uint8, device=piece.data.device),
-                0,
-            )
+            if piece.index not in self._open:
+                size, device = piece.meta.num_bytes, piece.data.device
+                empty = torch.empty(size, dtype=torch.uint8, device=device)
+                self._open[piece.index] = (piece.meta, empty, 0)
+            meta, buffer, num_filled = self._open.pop(piece.index)
             end = piece.first_byte + piece.data.numel()
             buffer[piece.first_byte : end].copy_(piece.data)
             num_filled += piece.data.numel()
