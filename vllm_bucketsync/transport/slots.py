@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm_bucketsync.config import MIN_SHRUNK_SLOT_SIZE_BYTES, Settings
+from vllm_bucketsync.layout import aligned
 
 # Every update is to be cut into so many buckets for each slot: while the first is
 # packed nothing is loaded, and while the last is loaded nothing is packed.
