@@ -103,9 +103,8 @@ class LlmEngine:
 
     def check_ready(self) -> None:
         """See ``Engine``."""
-        found = self._config.worker_extension_cls
-        if found != EXTENSION:
-            raise _without_extension(f"worker_extension_cls is {found!r}")
+        if not self._config.worker_extension_cls:
+            raise _without_extension("the LLM has no worker_extension_cls")
         if self._llm.llm_engine.is_sleeping():
             raise _asleep("llm.wake_up()")
 
@@ -181,8 +180,8 @@ class HttpEngine:
             answer = self._ask("GET", "/server_info", params={"config_format": "json"})
             parallel = answer.json().get("vllm_config", {}).get("parallel_config", {})
             self._extension = parallel.get("worker_extension_cls", "")
-        if self._extension != EXTENSION:
-            raise _without_extension(f"{self._url} has worker_extension_cls {self._extension!r}")
+        if not self._extension:
+            raise _without_extension(f"{self._url} has no worker_extension_cls")
         if self._ask("GET", "/is_sleeping").json()["is_sleeping"]:
             raise _asleep(f"POST {self._url}/wake_up")
 
@@ -263,10 +262,18 @@ class HttpEngine:
         )
 
 
+def without_method(error: BaseException) -> UnsupportedError | None:
+    """Return what to say where a call failed because no worker knows the method."""
+    text = str(error)
+    if UPDATE_METHOD not in text or "attribute" not in text:
+        return None
+    return _without_extension(f"its worker_extension_cls has no {UPDATE_METHOD}")
+
+
 def _without_extension(found: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the engine's workers cannot take an update: {found}, expected {EXTENSION!r}; start it "
-        f"with --worker-extension-cls {EXTENSION}"
+        f"the engine's workers cannot take an update: {found}; start it with "
+        f"--worker-extension-cls {EXTENSION}, or a class derived from it"
     )
 
 

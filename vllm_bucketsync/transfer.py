@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .channel import Listener, Lost
-from .clients import UPDATE_METHOD, Engine
+from .clients import UPDATE_METHOD, Engine, without_method
 from .config import Settings
 from .errors import (
     BucketSyncError,
@@ -120,6 +120,8 @@ def run_linked(
         if not sender.has_ended:
             sender.fail(_early_end(results, None))
     except Exception as error:  # noqa: BLE001 - whatever vLLM raised, the sender has the verdict
+        sender.fail(_early_end([], error))
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C, raised again by whoever asked
         sender.fail(error)
     finally:
         unregister(token)
@@ -279,9 +281,9 @@ def _later(timeout_s: float) -> float:
 def _early_end(results: list[Any], error: BaseException | None) -> BaseException:
     """Return why a call ended before the update did."""
     if isinstance(error, BucketSyncError):
-        return error
+        return without_method(error) or error
     if error is not None:
-        failure = EngineUnreachableError(
+        failure: BucketSyncError = without_method(error) or EngineUnreachableError(
             f"the engine's call failed: {error}; see the engine's log", url=""
         )
         failure.__cause__ = error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,13 +15,13 @@ from vllm_bucketsync.layout import (
 )
 from vllm_bucketsync.sinks import Piece, Sink, SinkReport
 
+Tensors = Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]
+
 # What a bucket holds once its tensors were taken over: a view that was kept shows it.
 POISON = 0xA5
 
 
-def metas_of(
-    tensors: Mapping[str, torch.Tensor], *, buffers: Iterable[str] = ()
-) -> list[TensorMeta]:
+def metas_of(tensors: Tensors, *, buffers: Iterable[str] = ()) -> list[TensorMeta]:
     """Describe tensors as a sender does; those named in ``buffers`` are buffers."""
     is_buffer = set(buffers)
     return [
@@ -32,22 +32,18 @@ def metas_of(
             num_bytes=tensor.nbytes,
             is_buffer=name in is_buffer,
         )
-        for name, tensor in tensors.items()
+        for name, tensor in _pairs(tensors)
     ]
 
 
 def load_all(
-    sink: Sink,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    slot_size_bytes: int,
-    metas: list[TensorMeta] | None = None,
+    sink: Sink, tensors: Tensors, *, slot_size_bytes: int, buffers: Iterable[str] = ()
 ) -> None:
     """Send tensors through one reused bucket, which is poisoned after each load."""
-    metas = metas_of(tensors) if metas is None else metas
+    metas = metas_of(tensors, buffers=buffers)
     layout = BucketLayout(slot_size_bytes=-(-slot_size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     plain = [
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in _pairs(tensors)
     ]
     bucket = torch.full((layout.slot_size_bytes,), POISON, dtype=torch.uint8)
     for entries in plan_buckets(metas, layout=layout):
@@ -69,26 +65,40 @@ def load_all(
             bucket.fill_(POISON)
 
 
-def push(
+def run(
     sink: Sink,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
     *,
     slot_size_bytes: int = 1 << 16,
     buffers: Iterable[str] = (),
     declared: bool = True,
 ) -> SinkReport:
-    """Run one whole update, declared by a manifest or streamed without one.
+    """Run one update up to its commit, or to where it raises: declared, or streamed."""
+    sink.open(Manifest(metas_of(tensors, buffers=buffers)) if declared else None)
+    load_all(sink, tensors, slot_size_bytes=slot_size_bytes, buffers=buffers)
+    sink.prepare()
+    return sink.commit()
 
-    One that fails is aborted, as a receiver would.
-    """
-    metas = metas_of(tensors, buffers=buffers)
+
+def push(
+    sink: Sink,
+    tensors: Tensors,
+    *,
+    slot_size_bytes: int = 1 << 16,
+    buffers: Iterable[str] = (),
+    declared: bool = True,
+) -> SinkReport:
+    """Run one whole update; one that fails is aborted, as a receiver would."""
     try:
-        sink.open(Manifest(metas) if declared else None)
-        load_all(sink, tensors, slot_size_bytes=slot_size_bytes, metas=metas)
-        sink.prepare()
-        return sink.commit()
+        return run(
+            sink, tensors, slot_size_bytes=slot_size_bytes, buffers=buffers, declared=declared
+        )
     except BaseException:
         sink.abort()
         raise
     finally:
         sink.release()
+
+
+def _pairs(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
+    return list(tensors.items() if isinstance(tensors, Mapping) else tensors)

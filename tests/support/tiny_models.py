@@ -120,12 +120,12 @@ def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             stem = name.removesuffix(".gate_up_proj")
             for expert, both in enumerate(tensor):
                 gate, up = both.chunk(2)
-                parts[f"{stem}.{expert}.gate_proj.weight"] = gate.contiguous()
-                parts[f"{stem}.{expert}.up_proj.weight"] = up.contiguous()
+                parts[f"{stem}.{expert}.gate_proj.weight"] = gate.clone()
+                parts[f"{stem}.{expert}.up_proj.weight"] = up.clone()
         elif name.endswith(".experts.down_proj"):
             stem = name.removesuffix(".down_proj")
             for expert, down in enumerate(tensor):
-                parts[f"{stem}.{expert}.down_proj.weight"] = down.contiguous()
+                parts[f"{stem}.{expert}.down_proj.weight"] = down.clone()
         else:
             parts[name] = tensor
     return parts

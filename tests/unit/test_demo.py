@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -62,18 +65,23 @@ def test_an_engine_that_keeps_its_old_outputs_is_wrong_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "code", "verdict"), [(NEW, ExitCode.OK, "ok:"), (OLD, ExitCode.FAILED, "wrong:")]
+    ("after", "code", "verdict", "num_folders"),
+    [(NEW, ExitCode.OK, "ok:", 0), (OLD, ExitCode.FAILED, "wrong:", 1)],
 )
-def test_the_exit_code_follows_the_outputs(
+def test_the_exit_code_follows_the_outputs_and_logs_stay_if_they_are_wrong(
     after: Completion,
     code: ExitCode,
     verdict: str,
+    num_folders: int,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def seen(*_: object) -> Outcome:
         return outcome(before=OLD, after=after, expected=NEW)
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(demo, "require_vllm", lambda: None)
     monkeypatch.setattr(demo, "_push_and_generate", seen)
 
@@ -81,6 +89,7 @@ def test_the_exit_code_follows_the_outputs(
     printed = capsys.readouterr().out
     assert verdict in printed
     assert "shm: another process of this host" in printed
+    assert len(list(tmp_path.iterdir())) == num_folders
 
 
 def test_a_step_is_a_line_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+
 import torch
 
 from vllm_bucketsync.errors import ConfigError
 
-# One of 8B: 4096 wide, 32 layers, 8 of 32 heads for keys and values, 14336 and 128k wide.
+# The proportions of one of 8B: 4096 wide, 32 layers, a quarter of the heads for keys and
+# values, 14336 wide in its MLPs, a vocabulary of 128256.
 NUM_LAYERS = 32
 _WIDTH_STEP = 8
+_MAX_WIDTH = 1 << 30
 _KV_PER_WIDTH = 1 / 4
 _MLP_PER_WIDTH = 7 / 2
 _VOCABULARY_PER_WIDTH = 31
 MIN_BYTES = 1024**2
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def decoder_shapes(num_bytes: int, *, dtype: str = "bfloat16") -> dict[str, tuple[int, ...]]:
@@ -24,18 +28,19 @@ def decoder_shapes(num_bytes: int, *, dtype: str = "bfloat16") -> dict[str, tupl
 
     Args:
         num_bytes: Bytes of all tensors together, at least.
-        dtype: One of ``DTYPES``.
+        dtype: Of every tensor, as torch names it.
 
     Raises:
-        ConfigError: It is too few bytes for every layer to have some.
+        ConfigError: It is too few or too many bytes for a decoder.
     """
     if num_bytes < MIN_BYTES:
         raise ConfigError(f"size is {num_bytes} bytes; expected at least {MIN_BYTES}")
-    item_bytes = getattr(torch, dtype).itemsize
-    width = _WIDTH_STEP
-    while num_elements(shapes := _shapes(width)) * item_bytes < num_bytes:
-        width += _WIDTH_STEP
-    return shapes
+    num_needed = -(-num_bytes // getattr(torch, dtype).itemsize)
+    widths = range(_WIDTH_STEP, _MAX_WIDTH, _WIDTH_STEP)
+    narrowest = bisect_left(widths, num_needed, key=lambda width: num_elements(_shapes(width)))
+    if narrowest == len(widths):
+        raise ConfigError(f"size is {num_bytes} bytes; no decoder is that large")
+    return _shapes(widths[narrowest])
 
 
 def make_tensors(
@@ -50,7 +55,7 @@ def make_tensors(
 
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
     """Return the elements of all tensors together."""
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _shapes(width: int) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def measure(plan: Plan, *, tell: Tell) -> Measured:
         UnsupportedError: There is too little memory; nothing was started.
         BucketSyncError: An update failed.
     """
-    settings = {"slot_size": plan.slot_size, "num_slots": plan.num_slots}
+    settings: dict[str, Any] = {"slot_size": plan.slot_size, "num_slots": plan.num_slots}
     Settings.from_env(**settings)
     if plan.repeat < 1 or plan.num_threads < 1:
         raise ConfigError(
@@ -83,14 +84,16 @@ def _measure(
             reports.append(sync.push(tensors, version=f"{target}-{number}"))
     (status,) = sync.status()
     (worker_peak_bytes,) = worker.call(PEAK, worker_begin_bytes)
+    # The region is the slots, and at most a header that is smaller than one.
+    num_slots = status["region_bytes"] // first.slot_size_bytes
     return Measured(
         plan=plan,
         first=first,
         warm={target: tuple(reports) for target, reports in warm.items()},
         memcpys=tuple(seconds),
-        num_slots=status["region_bytes"] // first.slot_size_bytes,
+        num_slots=num_slots,
         peaks=Peaks(
-            slots_bytes=status["region_bytes"],
+            slots_bytes=num_slots * first.slot_size_bytes,
             largest_tensor_bytes=max(tensor.nbytes for tensor in tensors.values()),
             trainer_bytes=peak_since(begin_bytes),
             worker_bytes=worker_peak_bytes,

@@ -48,11 +48,12 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Raises:
         CommandError: An option is out of range, this machine is too small, an update
-            failed, or the file cannot be written.
+            failed, or ``--json`` names a file that cannot be written.
     """
     from vllm_bucketsync.bench.result import Plan, usable_cpus
     from vllm_bucketsync.bench.transfer import measure
 
+    _check_target(args.json)
     console = Console(stderr=True)
     threads = max(1, usable_cpus() // 2) if args.threads is None else args.threads
     plan = Plan(
@@ -85,6 +86,14 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _check_target(target: str | None) -> None:
+    """Refuse a file that cannot be made, before minutes are spent on what goes into it."""
+    if target not in {None, _STDOUT} and not Path(target or "").parent.is_dir():
+        raise CommandError(
+            f"{target!r} cannot be written: its folder does not exist", code=ExitCode.USAGE
+        )
 
 
 def _write(text: str, target: str) -> None:

@@ -69,19 +69,16 @@ def run(args: argparse.Namespace) -> ExitCode:
         CommandError: vLLM is missing, or an engine or the push failed.
     """
     started = time.monotonic()
-    with _interrupted_by_signals(), Steps(Console(stderr=True)) as steps:
-        with steps.step("look at this environment"):
-            require_vllm()
-        os.environ.update(environment(os.environ))
-        with _workspace() as folder:
-            outcome = _push_and_generate(folder, steps)
+    with _interrupted_by_signals():
+        outcome, folder = _see()
+    problems = differences(outcome)
     console = Console()
     console.print(_outputs_table(outcome), _report_table(outcome.report))
-    problems = differences(outcome)
-    for problem in problems:
-        console.print(f"[red]wrong:[/red] {problem}")
     if problems:
+        console.print(*(f"[red]wrong:[/red] {problem}" for problem in problems), sep="\n")
+        console.print(f"the logs of the engines and of the trainer are in {folder}")
         return ExitCode.FAILED
+    shutil.rmtree(folder)
     num_tokens = sum(len(completion.token_ids) for completion in outcome.after)
     console.print(
         f"[green]ok:[/green] {num_tokens} tokens and their log-probabilities are those of an "
@@ -110,6 +107,24 @@ def differences(outcome: Outcome) -> list[str]:
     if all(before.token_ids == after.token_ids for before, after in pairs_of_tokens):
         problems.append("the push changed no output at all, so nothing is proved")
     return problems
+
+
+def _see() -> tuple[Outcome, Path]:
+    """Return what happened, and the folder that holds the logs of it.
+
+    The folder also stays where an error, whose text names a log, ends the demo.
+    """
+    with Steps(Console(stderr=True)) as steps:
+        with steps.step("look at this environment"):
+            require_vllm()
+        os.environ.update(environment(os.environ))
+        # Short: sockets are made in it, whose paths may have 107 bytes.
+        folder = Path(tempfile.mkdtemp(prefix="bucketsync-"))
+        try:
+            return _push_and_generate(folder, steps), folder
+        except KeyboardInterrupt:
+            shutil.rmtree(folder)
+            raise
 
 
 def _push_and_generate(folder: Path, steps: Steps) -> Outcome:
@@ -172,21 +187,6 @@ def _killed_after(process: subprocess.Popen[str], *, timeout_s: float) -> Iterat
         raise
     finally:
         timer.cancel()
-
-
-@contextmanager
-def _workspace() -> Iterator[Path]:
-    # Short: sockets are made in it, whose paths may have 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="bucketsync-"))
-    try:
-        yield folder
-    except CommandError:
-        # Its text names a log in here.
-        raise
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from ..layout import TensorMeta
 from . import compat, problems
 from .coverage import cover
 from .problems import Problem
@@ -65,6 +66,22 @@ def targets_of(
             targets[name] = known.setdefault(id(tensor), Target(full, tensor))
         if targets:
             found.append(ModuleTargets(path, module, targets))
+    return found
+
+
+def overlaps(modules: Iterable[ModuleTargets], metas: Sequence[TensorMeta]) -> list[Problem]:
+    """Return which sources would land in the same elements: one pair for each target."""
+    found = []
+    targets = {id(target): target for entry in modules for target in entry.targets.values()}
+    for target in targets.values():
+        parts = [(box, source) for box, source in target.covered if source >= 0]
+        pair = cover([box for box, _ in parts]).overlap if len(parts) > 1 else None
+        if pair is None:
+            continue
+        first, second = (metas[parts[position][1]].name for position in pair)
+        # A loader may well write one source twice.
+        if first != second:
+            found.append(problems.same_place(second, other=first, target=target.name))
     return found
 
 

@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader.reload import layerwise
 from ..layout import Manifest, TensorMeta
 from . import compat, completeness, problems
 from .completeness import ModuleTargets, Waiver
-from .coverage import cover
 from .layerwise import put_back
 from .problems import Problem
 from .record import LoadRecord, NotRecordableError, Recorder, Target
@@ -103,7 +102,7 @@ class _Run:
         now = self._now
         if is_all:
             self._find_dropped(order)
-            now.problems.extend(self._overlaps())
+            now.problems.extend(completeness.overlaps(self._modules, self._metas))
             now.problems.extend(self._missing())
         record = LoadRecord(
             copies=tuple(copy for copy in self._recorder.copies if copy.source not in now.failed),
@@ -254,19 +253,6 @@ class _Run:
                 now.skipped[meta.name] = "a buffer that the engine's model has no place for"
             else:
                 now.problems.append(problems.skipped_in_silence(meta.name))
-
-    def _overlaps(self) -> list[Problem]:
-        found = []
-        for target in {id(t): t for m in self._modules for t in m.targets.values()}.values():
-            parts = [(box, source) for box, source in target.covered if source >= 0]
-            pair = cover([box for box, _ in parts]).overlap if len(parts) > 1 else None
-            if pair is None:
-                continue
-            first, second = (self._metas[parts[one][1]].name for one in pair)
-            # A loader may well write one source twice.
-            if first != second:
-                found.append(problems.same_place(second, other=first, target=target.name))
-        return found
 
     def _missing(self) -> list[Problem]:
         judged = [entry for entry in self._modules if entry.path not in self._now.excused]

@@ -8,7 +8,9 @@ at the end.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from inspect import BoundArguments
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from . import compat, completeness, problems
 from .completeness import Waiver
 from .layerwise import LayerwiseReload, OpenLayer, original_loader
 from .problems import Problem
-from .record import Recorder
+from .record import Recorder, Target
 
 Weights = Sequence[tuple[TensorMeta, torch.Tensor]]
 _STATE = "part of the update may be in the model"
@@ -130,13 +132,14 @@ class Intake:
         self, weight: tuple[TensorMeta, torch.Tensor], error: Exception, *, was_used: bool
     ) -> None:
         meta, data = weight
-        aim = _aim(self._reload.waiting(), data)
-        if aim is None and not was_used:
+        kept = _find_kept(self._reload.waiting(), data)
+        if kept is None and not was_used:
             self._handle_unused(meta, is_refused=True)
             return
         problem = problems.loader_failed(meta.name, error)
-        if aim is not None and tuple(aim[1]) != meta.shape:
-            target, shape = aim
+        shape = None if kept is None else _misfit(*kept)
+        if kept is not None and shape is not None:
+            target = f"{kept[0].path}.{kept[1]}"
             problem = problems.mismatch(meta.name, shape=meta.shape, target=target, expected=shape)
         problems.raise_problems([problem], state=_STATE)
 
@@ -225,16 +228,39 @@ class _Watch(TorchDispatchMode):
                 self._note(value)
 
 
-def _aim(layers: Sequence[OpenLayer], data: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
-    """Return the parameter that vLLM was loading ``data`` into, and its shape."""
+def _find_kept(
+    layers: Sequence[OpenLayer], data: torch.Tensor
+) -> tuple[OpenLayer, str, BoundArguments] | None:
+    """Return where vLLM keeps ``data``: the layer, its tensor's name, the loader's arguments."""
     first, end = data.data_ptr(), data.data_ptr() + data.nbytes
     for layer in layers:
         for name, bound in layer.info.loaded_weights[layer.num_checked :]:
             for value in bound.arguments.values():
                 is_here = isinstance(value, torch.Tensor) and not value.is_meta
                 if is_here and first <= value.data_ptr() < end:
-                    tensor = getattr(layer.module, name)
-                    return f"{layer.path}.{name}", tuple(tensor.shape)
+                    return layer, name, bound
+    return None
+
+
+def _misfit(layer: OpenLayer, name: str, bound: BoundArguments) -> tuple[int, ...] | None:
+    """Return the shape that a loader wants, where it refuses what it was given for its shape.
+
+    The loader runs once more, onto a tensor without values: one that raised for
+    another reason does not raise now.
+    """
+    parameters, buffers = layer.info.restore_metadata
+    tensor = {**buffers, **parameters}.get(name)
+    if tensor is None:
+        # Such a tensor is live, and the recorder keeps it from being written to.
+        tensor = getattr(layer.module, name)
+    again = BoundArguments(bound.signature, OrderedDict(bound.arguments, param=tensor))
+    recorder = Recorder([Target(f"{layer.path}.{name}", tensor)])
+    try:
+        with recorder:
+            original_loader(tensor)(*again.args, **again.kwargs)
+    # Loaders raise whatever they like.
+    except Exception:  # noqa: BLE001
+        return tuple(tensor.shape) if recorder.aim is None else recorder.aim[1]
     return None
 
 

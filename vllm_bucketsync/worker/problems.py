@@ -195,7 +195,7 @@ def _checkpoint_names(model: torch.nn.Module) -> list[str]:
     for part, (whole, _) in getattr(mapper, "orig_to_new_stacked", {}).items():
         parts.setdefault(whole, []).append(part)
     names: list[str] = []
-    for name in compat.tensor_names(model):
+    for name in sorted(compat.tensor_names(model)):
         wholes = [whole for whole in parts if whole in name]
         names.extend(name.replace(whole, part) for whole in wholes for part in parts[whole])
         if not wholes:

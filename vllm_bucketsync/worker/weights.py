@@ -69,6 +69,11 @@ class WeightSink:
         """What loading the manifest comes down to; ``None`` if none was declared."""
         return None if self._result is None else self._result.record
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has left its live state, and was not put back."""
+        return self._reload is not None
+
     def open(self, manifest: Manifest | None) -> None:
         """Refuse what cannot work; dry-run the manifest.
 

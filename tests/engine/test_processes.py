@@ -1,0 +1,149 @@
+"""A trainer pushes into a real engine whose workers are processes of their own.
+
+Prefix caching is on: outputs that still came from the old weights' cache would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import tiny_models
+from support.process_engines import EXTENSION, Holding, running_processes
+from vllm_bucketsync import (
+    MissingTensorError,
+    TensorMismatchError,
+    UnknownTensorError,
+    UnsupportedError,
+    WeightSync,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+# Biases, which vLLM writes straight into the live model, and tied embeddings; experts.
+CASES = {"qwen2 on one rank": ("qwen2", 1), "qwen3_moe on two ranks": ("qwen3_moe", 2)}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A running engine, and what one that was started from seed 1 holds."""
+
+    kind: str
+    llm: Any
+    new: Holding
+    new_folder: Path
+
+
+@pytest.fixture(scope="module", params=CASES, ids=CASES)
+def stage(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str, int], Path]
+) -> Iterator[Stage]:
+    kind, num_ranks = CASES[request.param]
+    folder = checkpoint(kind, 1)
+    with running_processes(folder, num_ranks=num_ranks, worker_extension_cls=EXTENSION) as llm:
+        new = Holding.of(llm)
+    with running_processes(
+        checkpoint(kind, 0), num_ranks=num_ranks, worker_extension_cls=EXTENSION
+    ) as llm:
+        yield Stage(kind, llm, new, folder)
+
+
+def tensors(stage: Stage, seed: int) -> dict[str, torch.Tensor]:
+    return tiny_models.checkpoint_tensors(stage.kind, seed=seed)
+
+
+def test_pushes_of_every_source_make_the_engine_one_that_was_started_from_them(
+    stage: Stage,
+) -> None:
+    old = Holding.of(stage.llm)
+    assert old.outputs != stage.new.outputs
+    assert old.live != stage.new.live
+
+    sources: list[Callable[[], Any]] = [
+        lambda: tensors(stage, 1),
+        lambda: iter(tensors(stage, 1).items()),
+        lambda: tiny_models.trainer_model(stage.kind, seed=1),
+        lambda: stage.new_folder,
+    ]
+    for slot_size in (1024, "48KiB", None):
+        with WeightSync(stage.llm, slot_size=slot_size) as sync:
+            for number, source in enumerate(sources):
+                report = sync.push(source(), version=number)
+                assert Holding.of(stage.llm) == stage.new
+                assert report.transport == "shm"
+                assert report.num_workers == len(stage.new.live)
+                assert stage.llm.llm_engine.get_weight_version() == str(number)
+
+                sync.push(tensors(stage, 0), version="old")
+                assert Holding.of(stage.llm) == old
+
+
+def test_a_push_that_does_not_fit_changes_nothing_on_any_rank(stage: Stage) -> None:
+    before = Holding.of(stage.llm)
+    good = tensors(stage, 1)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    without = {name: tensor for name, tensor in good.items() if name != query}
+    wrong = {
+        "part of a module": (MissingTensorError, without),
+        "a name": (UnknownTensorError, good | {"model.layers.7.nothing": torch.ones(1)}),
+        "a shape": (TensorMismatchError, good | {query: torch.ones(3, 5)}),
+    }
+    with WeightSync(stage.llm) as sync:
+        for kind, source in wrong.values():
+            with pytest.raises(kind, match="nothing was written") as caught:
+                sync.push(source, version="wrong")
+            assert caught.value.engine_state == "unchanged"
+            assert caught.value.rank in range(len(stage.new.live))
+            assert Holding.of(stage.llm) == before
+
+        report = sync.push(good, version="dry", dry_run=True)
+        assert (report.num_tensors, report.num_buckets) == (len(good), 0)
+        assert Holding.of(stage.llm) == before
+
+
+def test_a_source_that_fails_half_way_leaves_a_torn_engine_that_the_next_push_mends(
+    stage: Stage,
+) -> None:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        items = list(tensors(stage, 1).items())
+        yield from items[: len(items) // 2]
+        raise OSError("the gather failed")
+
+    with WeightSync(stage.llm, slot_size=4096) as sync:
+        with pytest.raises(OSError, match="the gather failed") as caught:
+            sync.push(failing(), version="half")
+        assert "torn" in caught.value.__notes__[-1]
+        assert [status["is_torn"] for status in sync.status()] == [True] * len(stage.new.live)
+
+        sync.push(tensors(stage, 1), version="whole")
+        assert [status["is_torn"] for status in sync.status()] == [False] * len(stage.new.live)
+        assert Holding.of(stage.llm) == stage.new
+
+
+def test_an_engine_that_sleeps_is_refused_before_its_workers_are_asked(stage: Stage) -> None:
+    from vllm_bucketsync import EngineAsleepError
+
+    with WeightSync(stage.llm) as sync:
+        sync.push(tensors(stage, 1), version="awake")
+        stage.llm.sleep(level=1)
+        try:
+            with pytest.raises(EngineAsleepError, match="wake"):
+                sync.push(tensors(stage, 0), version="asleep")
+        finally:
+            stage.llm.wake_up()
+        assert Holding.of(stage.llm) == stage.new
+        sync.push(tensors(stage, 1), version="awake again")
+
+
+def test_an_engine_without_the_extension_is_refused_and_stays_well(
+    checkpoint: Callable[[str, int], Path],
+) -> None:
+    with running_processes(checkpoint("qwen3", 0)) as llm, WeightSync(llm) as sync:
+        with pytest.raises(UnsupportedError, match="--worker-extension-cls"):
+            sync.push({"a": torch.ones(1)}, version=1)
+        assert llm.collective_rpc("check_health") == [None]

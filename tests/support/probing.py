@@ -1,0 +1,22 @@
+"""The extension with one more method, by which a test sees a worker's live tensors.
+
+Also what a framework with an extension of its own does: derive from ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import vllm_bucketsync
+from support.engines import live_tensors
+
+
+class Extension(vllm_bucketsync.WorkerExtension):
+    def probe_live_tensors(self) -> dict[str, str]:
+        """Return a hash of the bytes of every live parameter and buffer, by name."""
+        worker: Any = self
+        return {
+            name: hashlib.blake2b(data, digest_size=16).hexdigest()
+            for name, data in live_tensors(worker).items()
+        }
