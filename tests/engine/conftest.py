@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from support import engines, tiny_models
 from support.worlds import Truth, World
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from support.pushes import load_all, push
 from support.worlds import World
+
 from vllm_bucketsync.errors import (
     EngineAsleepError,
     EngineBusyError,

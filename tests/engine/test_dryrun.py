@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from support import tiny_models
 from support.pushes import metas_of, push
 from support.worlds import World
+
 from vllm_bucketsync.errors import (
     DuplicateTensorError,
     LoadError,

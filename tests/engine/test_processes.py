@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from support import tiny_models
 from support.process_engines import EXTENSION, Holding, running_processes
+
 from vllm_bucketsync import (
     MissingTensorError,
     TensorMismatchError,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from support import engines, tiny_models
 from support.pushes import load_all, metas_of, push, run
 from support.worlds import World
+
 from vllm_bucketsync.errors import (
     DuplicateTensorError,
     EngineState,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import vllm_bucketsync
 from support.engines import live_tensors
+
+import vllm_bucketsync
 
 
 class Extension(vllm_bucketsync.WorkerExtension):
