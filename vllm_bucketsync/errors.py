@@ -260,9 +260,9 @@ def error_classes() -> dict[str, type[BucketSyncError]]:
 def to_wire(error: BaseException) -> tuple[str, str, Details]:
     """Return an error as code, text and details; a stranger becomes ``remote``."""
     if isinstance(error, BucketSyncError):
-        return error.code, str(error), error.details()
+        return error.code, utf8(str(error)), error.details()
     text = f"{type(error).__name__}: {error}"
-    return RemoteError.code, text, {"remote_type": type(error).__name__}
+    return RemoteError.code, utf8(text), {"remote_type": type(error).__name__}
 
 
 def from_wire(
@@ -291,9 +291,14 @@ def from_wire(
     return error
 
 
+def utf8(text: str) -> str:
+    """Return a text that can be encoded: file names that are no UTF-8 get ``?`` in places."""
+    return text.encode(errors="replace").decode()
+
+
 def _primitive(value: Any) -> Primitive | list[str]:
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, int | float | bool):
         return value
     if isinstance(value, list | tuple):
-        return [str(item) for item in value]
-    return str(value)
+        return [utf8(str(item)) for item in value]
+    return utf8(str(value))

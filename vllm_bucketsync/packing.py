@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from .errors import SourceError
 from .layout import BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
 from .slots import Slots
@@ -110,6 +111,12 @@ class Packing:
         return [self._leave_manifest(index)]
 
     def _leave_manifest(self, index: int) -> Deviate:
+        declared = self._source.declared
+        if declared is not None:
+            raise SourceError(
+                f"{len(declared)} tensors were declared, and from tensor {index} on something "
+                f"else came; the source must not change while it is pushed"
+            )
         self._is_planned = False
         return Deviate(index=index)
 

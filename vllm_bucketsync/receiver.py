@@ -150,12 +150,17 @@ class Receiver:
         return reply
 
     def release(self) -> None:
-        """Drop what was kept for this update. Idempotent."""
-        if self._sink is not None:
-            self._sink.release()
-        self._sink = None
+        """Drop what was kept for this update. Idempotent, and never raises."""
+        sink, self._sink = self._sink, None
         self._arrivals = None
         self._metas = []
+        if sink is None:
+            return
+        try:
+            sink.release()
+        # The verdict stands: what a sink still holds does not change the weights.
+        except Exception:
+            logger.exception("worker %d could not release its sink", self._rank)
 
     def _handle(self, command: Command) -> list[Reply]:
         replies: list[Reply] = []
@@ -184,6 +189,8 @@ class Receiver:
             )
             if not fits:
                 raise RemoteProtocolError(f"{region} reaches past the shared memory")
+        if self.opened is not None and _promise(command) != _promise(self.opened):
+            raise RemoteProtocolError("another offer for this update promises something else")
         self.opened = command
         self._metas = []
         return self._begin() if not command.num_metas else []
@@ -243,6 +250,10 @@ class Receiver:
 
     def _deviate(self, command: Deviate) -> None:
         arrivals, sink = self._running()
+        if self._offer().is_declared:
+            raise RemoteProtocolError(
+                f"the manifest was declared, and is left at tensor {command.index}"
+            )
         arrivals.deviate(command.index)
         sink.deviate(command.index)
 
@@ -271,15 +282,18 @@ class Receiver:
         """Abort the sink once; a worker that was torn before stays torn."""
         if self.state is not None:
             return self.state
+        was_torn = self._memory.is_torn
         state = EngineState.UNCHANGED
         if self._sink is not None:
+            # Until it says otherwise: a second Ctrl-C must not leave it unsaid.
+            self.state, self._memory.is_torn = EngineState.TORN, True
             try:
                 state = self._sink.abort()
             # Whatever an abort fails with, the answer is the same: part of it is there.
             except Exception:
                 logger.exception("worker %d could not undo the update", self._rank)
                 state = EngineState.TORN
-        self._memory.is_torn |= state is EngineState.TORN
+        self._memory.is_torn = was_torn or state is EngineState.TORN
         self.state = EngineState.TORN if self._memory.is_torn else state
         return self.state
 
@@ -292,3 +306,15 @@ class Receiver:
         if self._arrivals is None or self._sink is None:
             raise RemoteProtocolError("nothing was opened yet")
         return self._arrivals, self._sink
+
+
+def _promise(opened: Open) -> tuple[object, ...]:
+    """Return what has to stay when another transport is offered: the sink was told of it."""
+    return (
+        opened.update_id,
+        opened.version,
+        opened.kind,
+        opened.manifest,
+        opened.is_declared,
+        opened.partial,
+    )

@@ -19,6 +19,7 @@ from .errors import (
     TransportError,
     UnsupportedError,
     from_wire,
+    utf8,
 )
 from .identity import HOST
 from .layout import TensorMeta
@@ -216,10 +217,9 @@ class Sender:
         """Keep the first failure, and abort on every worker where that is possible."""
         if self.error is None:
             self.error = error
-        if self.phase is Phase.COMMITTING:
-            return
-        self.phase = Phase.ABORTING
-        self._abort_all(str(error) or type(error).__name__)
+        if self.phase is not Phase.COMMITTING:
+            self.phase = Phase.ABORTING
+        self._abort_all(utf8(str(error)) or type(error).__name__)
 
     def waiting_for(self) -> str:
         """Return what has to happen next, for messages."""
@@ -394,5 +394,7 @@ class Sender:
 
     def _abort_all(self, reason: str) -> None:
         for key, peer in self.peers.items():
-            if not peer.has_ended and peer.session.state is not State.ABORTING:
+            # Nothing aborts a commit, but a worker too many may come while others do.
+            is_bound = peer.session.state in {State.ABORTING, State.COMMITTING}
+            if not peer.has_ended and not is_bound:
                 self._send(key, Abort(reason=reason[:65_000]))

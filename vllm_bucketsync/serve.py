@@ -146,9 +146,9 @@ def update(worker: Worker, offer: object) -> Result:
     Returns:
         Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``, ``error``.
     """
-    worker.memory.drop_dead_regions()
     receiver = Receiver(memory=worker.memory, make_sink=worker.make_sink, rank=worker.rank)
     try:
+        worker.memory.drop_dead_regions()
         accepted = _accept(offer)
         endpoint = _endpoint(accepted, worker)
         if endpoint.startswith(link.SCHEME):

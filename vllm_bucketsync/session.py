@@ -169,6 +169,8 @@ class Session:
 def _count_open(session: Session, message: Open) -> str | None:
     if session.num_batches:
         return f"{session.num_batches} buckets were sent; it is too late for another offer"
+    if session.has_deviated:
+        return "the stream has left the manifest; it is too late for another offer"
     session.num_metas_due = message.num_metas
     return None
 

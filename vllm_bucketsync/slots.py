@@ -31,6 +31,7 @@ class Slots:
         self._region: OwnedRegion | None = None
         self._kind: str | None = None
         self._wanted_bytes = 0
+        self._is_memory = True
         self.layout = BucketLayout(settings.slot_size_bytes)
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
@@ -48,9 +49,8 @@ class Slots:
 
     @property
     def slot_size_bytes(self) -> int:
-        """Capacity of one slot; 0 where references are handed over."""
-        is_memory = self._region is None or self._region.held_bytes
-        return self.layout.slot_size_bytes if is_memory else 0
+        """Capacity of one slot, also of the last one given back; 0 for references."""
+        return self.layout.slot_size_bytes if self._is_memory else 0
 
     def prepare(self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello]) -> None:
         """Keep the region if every worker has it and it is large enough, else make one.
@@ -77,6 +77,7 @@ class Slots:
             kind, settings=self._settings, needed_bytes=needed_bytes
         )
         self._kind = kind
+        self._is_memory = self._region.held_bytes > 0
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:
         """Copy bytes into the slot of a bucket.

@@ -102,7 +102,9 @@ def test_an_interrupted_demo_stops_everything_that_it_started(folder: Path) -> N
     assert left_behind(folder) == []
 
 
-def test_an_engine_that_cannot_start_is_an_error_that_ends_with_its_log(folder: Path) -> None:
+def test_an_engine_that_cannot_start_is_an_error_that_shows_the_end_of_its_log(
+    folder: Path,
+) -> None:
     log = folder / "engine.log"
 
     with (

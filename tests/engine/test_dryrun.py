@@ -121,32 +121,46 @@ def test_all_faults_are_found_in_one_pass_first_things_first(world: World) -> No
     error = _refusal(world, pairs)
 
     assert isinstance(error, DuplicateTensorError)
-    assert error.problems == tuple(
-        [
+    assert error.problems == (
+        (
             "'model.layers.0.input_layernorm.weight' comes twice; the second would be dropped, "
-            "or undo the first; send it once",
+            "or undo the first; send it once"
+        ),
+        (
             "'model.embed_tokens.weight' does not fit: expected (500, 64), got (512, 64), for "
             "model.embed_tokens.weight of the engine; send the whole tensor in its "
-            "checkpoint's shape",
+            "checkpoint's shape"
+        ),
+        (
             "'model.layers.1.mlp.gate_proj.weight' does not fit: expected (96, 64), got "
             "(48, 64), for model.layers.1.mlp.gate_up_proj.weight of the engine; send the whole "
-            "tensor in its checkpoint's shape",
+            "tensor in its checkpoint's shape"
+        ),
+        (
             "'model.layers.1.mlp.down_proj.weight' does not fit: expected (64, 96), got "
             "(64, 95), for model.layers.1.mlp.down_proj.weight of the engine; send the whole "
-            "tensor in its checkpoint's shape",
+            "tensor in its checkpoint's shape"
+        ),
+        (
             "'model.norm.weight' does not fit: expected (64,), got (63,), for model.norm.weight "
-            "of the engine; send the whole tensor in its checkpoint's shape",
+            "of the engine; send the whole tensor in its checkpoint's shape"
+        ),
+        (
             "the engine's model has no place for 'model.layers.0.self_attn.q_prj.weight'; close "
             "to it are 'model.layers.0.self_attn.q_proj.weight', "
             "'model.layers.0.self_attn.v_proj.weight', "
-            "'model.layers.0.self_attn.o_proj.weight'; rename it with rename=, or leave it out",
+            "'model.layers.0.self_attn.o_proj.weight'; rename it with rename=, or leave it out"
+        ),
+        (
             "model.layers.0.self_attn.qkv_proj.weight would get 10240/20480 elements: of its "
             "parts only 'model.layers.0.self_attn.k_proj.weight', "
             "'model.layers.0.self_attn.v_proj.weight' came; a module that is loaded has to be "
-            "loaded whole; send the rest of it",
+            "loaded whole; send the rest of it"
+        ),
+        (
             "model.layers.1.input_layernorm.weight (64,) of the engine would get no value; send "
-            "it, or name it in partial= if it may keep its old one",
-        ]
+            "it, or name it in partial= if it may keep its old one"
+        ),
     )
     assert str(error).startswith("8 problems; nothing was written:\n  ")
     assert (world.live(), world.addresses()) == before
@@ -277,7 +291,8 @@ def test_a_loader_that_does_more_than_to_copy_is_impure_and_loads_all_the_same(
     assert result.problems == ()
     assert result.record.impure == {position}
     assert result.record.unverified == ({position} if reads == "reads values" else set())
-    assert torch.equal(norm.weight.data, 1 + tensors["model.norm.weight"])  # type: ignore[union-attr]
+    weight = norm.get_parameter("weight")
+    assert torch.equal(weight.data, 1 + tensors["model.norm.weight"])
     monkeypatch.undo()
     push(world.sink(), tensors)
     world.holds(1)

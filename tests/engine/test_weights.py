@@ -214,7 +214,7 @@ def test_a_name_that_comes_twice_is_refused(world: World, declared: bool) -> Non
     sink = world.sink()
 
     with pytest.raises(DuplicateTensorError, match=rf"'{name}' comes twice"):
-        run(sink, twice, declared=declared, slot_size_bytes=512)
+        run(sink, twice, declared=declared, slot_size_bytes=256)
     state = sink.abort()
 
     if declared:

@@ -9,7 +9,6 @@ allocators of three processes need to settle.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from support.fake_engine import FakeEngine
+
 from vllm_bucketsync.channel import Event, Listener, Received
 from vllm_bucketsync.sync import WeightSync
 
@@ -94,7 +93,7 @@ def push_another_model_each_time(sync: WeightSync, number: int) -> None:
         sync.push(tensors(number), version=number)
     else:
         # These come again, but only after more of them than a worker remembers.
-        sync.push(iter(tensors(number % 12).items()), version=number)
+        sync.push(iter(tensors(number % 60).items()), version=number)
 
 
 Push = Callable[[WeightSync, int], None]
@@ -200,6 +199,6 @@ def _own() -> Held:
     found: dict[str, Any] = dict(line.split(":", 1) for line in status)
     return Held(
         rss_kib=int(found["VmRSS"].split()[0]),
-        fds=len(os.listdir("/proc/self/fd")),
+        fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
         mapped=Path("/proc/self/maps").read_text().count(".seg"),
     )

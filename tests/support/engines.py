@@ -19,8 +19,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin for each other are slow where others use the cores too.
-    "OMP_NUM_THREADS": "1",
     # Some machines advertise AMX tiles that they cannot use: SIGILL without this.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -28,6 +26,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 os.environ.update(ENVIRONMENT)
+# Threads that spin for each other are slow where others use the cores too.
+torch.set_num_threads(1)
 
 PROMPTS = ([5, 17, 123, 42, 260], [301, 2, 77], [9] * 12)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import vllm_bucketsync
-from vllm_bucketsync import config
+from vllm_bucketsync import cli, config
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -69,3 +69,8 @@ def test_every_setting_is_listed_with_its_variable() -> None:
 
     names = list(config.Settings.__dataclass_fields__)
     assert listed == [(name, config.ENV_PREFIX + name.upper()) for name in names]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_is_listed(command: str) -> None:
+    assert re.search(rf"^\| `vllm-bucketsync {command}\b", TEXT, flags=re.MULTILINE)

@@ -31,7 +31,7 @@ from .demo_model import PROMPTS, build_checkpoint
 from .exits import CommandError, ExitCode
 from .preflight import require_vllm
 from .progress import Advance, Steps
-from .servers import Completion, Server, environment, log_tail
+from .servers import Completion, Server, environment, with_logs
 
 NUM_TOKENS = 8
 PUSH_TIMEOUT_S = 120.0
@@ -172,7 +172,7 @@ def _train(checkpoint: Path, engine: Server, *, log: Path, advance: Advance) -> 
                 advance(last["done"], last["total"])
     if "report" not in last:
         reason = last.get("error", f"the trainer ended with code {trainer.returncode}")
-        raise CommandError(f"the push failed: {reason}{log_tail(log)}{log_tail(engine.log)}")
+        raise CommandError(with_logs(f"the push failed: {reason}", engine.log, log))
     return dict(last["report"])
 
 

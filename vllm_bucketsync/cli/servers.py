@@ -113,7 +113,7 @@ class Server:
         """Return as soon as the server answers.
 
         Raises:
-            CommandError: It ended, or did not answer in time; the text ends with the
+            CommandError: It ended, or did not answer in time; the text holds the
                 last lines of its log.
         """
         deadline = time.monotonic() + timeout_s
@@ -124,8 +124,8 @@ class Server:
                 code = self._process.wait(timeout=_POLL_S)
             except subprocess.TimeoutExpired:
                 continue
-            raise CommandError(f"the engine ended with code {code} while starting{self._tail()}")
-        raise CommandError(f"the engine did not answer within {timeout_s:g} s{self._tail()}")
+            raise self._failed(f"ended with code {code} while starting")
+        raise self._failed(f"did not answer within {timeout_s:g} s")
 
     def complete(self, prompt: str, *, num_tokens: int) -> Completion:
         """Generate greedily.
@@ -146,7 +146,7 @@ class Server:
             answer = self._http.post("/v1/completions", json=request)
             answer.raise_for_status()
         except httpx.HTTPError as error:
-            raise CommandError(f"the engine did not generate: {error}{self._tail()}") from error
+            raise self._failed(f"did not generate: {error}") from error
         choice = answer.json()["choices"][0]
         return Completion(
             prompt=prompt,
@@ -185,8 +185,8 @@ class Server:
         except httpx.HTTPError:
             return False
 
-    def _tail(self) -> str:
-        return log_tail(self.log)
+    def _failed(self, what: str) -> CommandError:
+        return CommandError(with_logs(f"the engine {what}; its whole log is {self.log}", self.log))
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -194,10 +194,13 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**_ENVIRONMENT, **given}
 
 
-def log_tail(log: Path) -> str:
-    """Return the last lines of a log and where the rest is, to end an error's text."""
-    lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-    return "\n".join([f"; the whole log is {log}, and it ends with:", *lines])
+def with_logs(reason: str, *logs: Path) -> str:
+    """Return an error's text: the last lines of each log, and the reason where eyes end."""
+    lines: list[str] = []
+    for log in logs:
+        lines.append(f"the last lines of {log}:")
+        lines += log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+    return "\n".join([*lines, reason])
 
 
 def _signal_group(group: int, number: int) -> bool:

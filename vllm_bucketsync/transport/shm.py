@@ -256,6 +256,8 @@ def _map_checked(fd: int, handle: ShmHandle) -> mmap.mmap:
         wrong = "it is no regular file"
     elif found.st_uid not in {0, os.geteuid()}:
         wrong = f"it belongs to uid {found.st_uid}, expected {os.geteuid()} or root"
+    elif not handle.num_bytes:
+        wrong = "it has no room for data"
     elif found.st_size != size:
         wrong = f"it has {found.st_size} bytes, expected {size}"
     if not wrong:

@@ -43,6 +43,12 @@ class Waiver:
     patterns: Sequence[str]
     tied: Mapping[str, str]
 
+    def tied_to(self, name: str | None) -> str | None:
+        """Return the name whose parameter ``name``, as the loaders know it, shares."""
+        # Adapters wrap modules, which their loaders hide.
+        plain = {one.replace(".base_layer.", "."): other for one, other in self.tied.items()}
+        return plain.get(name or "")
+
     def covers(self, name: str) -> bool:
         """Whether parameter ``name`` may keep its old value."""
         return name in self.tied or any(fnmatchcase(name, one) for one in self.patterns)

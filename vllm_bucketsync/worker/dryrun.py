@@ -122,7 +122,7 @@ class _Run:
                 self._now.failed.add(source)
                 continue
             seen.add(meta.name)
-            tied_to = self._waiver.tied.get(compat.engine_name(self._model, meta.name) or "")
+            tied_to = self._waiver.tied_to(compat.engine_name(self._model, meta.name))
             if tied_to is None:
                 yield source
             else:

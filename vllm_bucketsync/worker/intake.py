@@ -7,6 +7,7 @@ at the end.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from .completeness import Waiver
 from .layerwise import LayerwiseReload, OpenLayer, original_loader
 from .problems import Problem
 from .record import Recorder, Target
+
+logger = logging.getLogger(__name__)
 
 Weights = Sequence[tuple[TensorMeta, torch.Tensor]]
 _STATE = "part of the update may be in the model"
@@ -54,8 +57,10 @@ class Intake:
             LoadError: A loader raised all the same.
         """
         self._seen.update(meta.name for meta, _ in weights)
-        error, name = self._feed([(meta, data) for meta, data in weights])
+        error, name = self._feed(weights)
         if error is not None:
+            # Logged, not chained: its traceback holds views of the bucket.
+            logger.error("a loader that a dry run found good raised at %s", name, exc_info=error)
             problems.raise_problems([problems.loader_failed(name, error)], state=_STATE)
 
     def feed_watched(self, weights: Weights) -> None:
@@ -70,7 +75,7 @@ class Intake:
                 problems.raise_problems([problems.repeated(meta.name)], state=_STATE)
             self._seen.add(meta.name)
             engine_name = compat.engine_name(self._model, meta.name)
-            if (tied_to := self._waiver.tied.get(engine_name or "")) is not None:
+            if (tied_to := self._waiver.tied_to(engine_name)) is not None:
                 self.skipped[meta.name] = f"tied to {tied_to}"
             elif meta.is_buffer and engine_name not in self._known:
                 # A loader would raise at it, and drop what comes behind it.
@@ -136,6 +141,7 @@ class Intake:
         if kept is None and not was_used:
             self._handle_unused(meta, is_refused=True)
             return
+        logger.error("a loader raised at %s", meta.name, exc_info=error)
         problem = problems.loader_failed(meta.name, error)
         shape = None if kept is None else _misfit(*kept)
         if kept is not None and shape is not None:
