@@ -223,6 +223,8 @@ def _step(sender: Sender, listener: Listener, call: RpcCall, watch: _Watch) -> N
     try:
         reply = decode_reply(event.data)
     except RemoteProtocolError as error:
+        # Also from a worker that has not said hello: of another version, most likely.
+        sender.fail(error)
         sender.lose(event.peer, error)
         return
     sender.receive(event.peer, reply)

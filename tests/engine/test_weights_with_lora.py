@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from support import engines, tiny_models
 from support.pushes import push
 from support.worlds import Truth
+
 from vllm_bucketsync.worker.weights import WeightSink
 
 
