@@ -45,5 +45,6 @@ def world(
 ) -> Iterator[World]:
     kind = request.param
     truths = {seed: truth(kind, seed) for seed in (0, 1)}
-    with engines.running_engine(checkpoint(kind, 0)) as llm:
+    extension = "vllm_bucketsync.WorkerExtension"
+    with engines.running_engine(checkpoint(kind, 0), worker_extension_cls=extension) as llm:
         yield World(kind, llm, engines.worker_of(llm), truths)

@@ -16,6 +16,7 @@ from support import tiny_models
 from support.process_engines import EXTENSION, Holding, running_processes
 
 from vllm_bucketsync import (
+    EngineAsleepError,
     MissingTensorError,
     TensorMismatchError,
     UnknownTensorError,
@@ -39,7 +40,7 @@ class Stage:
     new_folder: Path
 
 
-@pytest.fixture(scope="module", params=CASES, ids=CASES)
+@pytest.fixture(scope="module", params=list(CASES))
 def stage(
     request: pytest.FixtureRequest, checkpoint: Callable[[str, int], Path]
 ) -> Iterator[Stage]:
@@ -126,8 +127,6 @@ def test_a_source_that_fails_half_way_leaves_a_torn_engine_that_the_next_push_me
 
 
 def test_an_engine_that_sleeps_is_refused_before_its_workers_are_asked(stage: Stage) -> None:
-    from vllm_bucketsync import EngineAsleepError
-
     with WeightSync(stage.llm) as sync:
         sync.push(tensors(stage, 1), version="awake")
         stage.llm.sleep(level=1)

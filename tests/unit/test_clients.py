@@ -276,7 +276,7 @@ class FakeLlm:
         if is_in_process:
             self.driver_worker = object()
             self.model_executor = self
-            self.engine_core = self
+            self.engine_core: Any = self
         else:
             self.engine_core = _Client()
 

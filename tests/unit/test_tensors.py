@@ -155,7 +155,7 @@ def fake() -> torch.Tensor:
 
 
 def two_tensors() -> torch.Tensor:
-    return cast(torch.Tensor, TwoTensor(torch.ones(2), torch.ones(2)))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, TwoTensor(torch.ones(2), torch.ones(2)))
 
 
 REFUSED = {

@@ -1,0 +1,48 @@
+"""A trainer pushes into an engine of its own process, which takes references.
+
+Every family of models, from the model object that a trainer has; the bytes and the
+outputs are those of an engine that was started from the new checkpoint.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support import engines, tiny_models
+from support.bytes_of import bytes_of
+from support.worlds import World
+from vllm_bucketsync import WeightSync
+
+every_kind = pytest.mark.parametrize("world", tiny_models.KINDS, indirect=True)
+
+
+@every_kind
+def test_a_pushed_module_is_what_the_engine_then_runs(world: World) -> None:
+    with WeightSync(world.llm) as sync:
+        for seed in (1, 0, 1):
+            model = tiny_models.trainer_model(world.kind, seed=seed)
+            before = {name: bytes_of(tensor) for name, tensor in model.state_dict().items()}
+
+            report = sync.push(model, version=seed)
+
+            world.holds(seed)
+            assert report.transport == "inproc"
+            assert {n: bytes_of(t) for n, t in model.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("world", ["qwen3"], indirect=True)
+def test_a_source_that_fails_is_raised_through_vllm_and_the_next_push_mends(world: World) -> None:
+    def failing() -> object:
+        yield "model.norm.weight", torch.ones(64)
+        raise LookupError("no such shard")
+
+    with WeightSync(world.llm) as sync:
+        with pytest.raises(LookupError, match="no such shard"):
+            sync.push(failing(), version="bad")
+        sync.push(world.tensors(0), version="good")
+
+        world.holds(0)
+        assert not sync.status()[0]["is_torn"]
+        assert sync.status()[0]["region_bytes"] == 0
+    assert engines.greedy(world.llm) == world.truths[0].outputs
