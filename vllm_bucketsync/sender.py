@@ -15,6 +15,7 @@ from enum import Enum
 from .errors import (
     BucketSyncError,
     EngineState,
+    LocalProtocolError,
     RemoteProtocolError,
     TransportError,
     UnsupportedError,
@@ -209,7 +210,13 @@ class Sender:
         self.fail(error)
 
     def commit(self) -> None:
-        """Let every worker commit; only when all of them are prepared."""
+        """Let every worker commit.
+
+        Raises:
+            LocalProtocolError: Not all of them are prepared. Nobody was told anything.
+        """
+        if not self.is_prepared:
+            raise LocalProtocolError(f"a commit needs every vote; missing is {self.waiting_for()}")
         self.phase = Phase.COMMITTING
         self._send_all(Commit())
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from support import engines, tiny_models
 from support.bytes_of import bytes_of
 from support.worlds import World
+
 from vllm_bucketsync import WeightSync
 
 every_kind = pytest.mark.parametrize("world", tiny_models.KINDS, indirect=True)

@@ -29,12 +29,28 @@ from vllm_bucketsync.packing import Packing
 from vllm_bucketsync.receiver import Receiver, ReceiverMemory
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
+from vllm_bucketsync.transport.base import OpenedRegion
 
 SLOT_BYTES = 512
 # So many that no bucket of a short update is written over: it may be read at any time.
 NUM_SLOTS = 64
 
 Pairs = Sequence[tuple[TensorMeta, torch.Tensor]]
+
+
+class WatchedRegion:
+    """A region that takes note of every view, and passes it on."""
+
+    def __init__(self, region: OpenedRegion) -> None:
+        self._region = region
+        self.views: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._region, name)
+
+    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
+        self.views.append((offset_bytes, num_bytes))
+        return self._region.view(offset_bytes, num_bytes)
 
 
 def hello(*, rank: int = 0, **changes: Any) -> Hello:

@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.stepping import (
     SLOT_BYTES,
     Pairs,
@@ -60,28 +58,12 @@ from vllm_bucketsync.messages import (
 from vllm_bucketsync.receiver import MAX_MANIFESTS, Receiver, ReceiverMemory
 from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
 from vllm_bucketsync.slots import Slots
-from vllm_bucketsync.transport.base import OpenedRegion
 from vllm_bucketsync.transport.inproc import InprocRegion
 from vllm_bucketsync.transport.registry import open_region
 
 HUGE = 1 << 62
 # A tensor of each kind that hostile buckets are about: short, split, tiny, empty.
 SHORT, LONG, TINY, EMPTY = byte_pairs(300, 700, 8, 0, prefix="hostile")
-
-
-class WatchedRegion:
-    """A region that takes note of every view, and passes it on."""
-
-    def __init__(self, region: OpenedRegion) -> None:
-        self._region = region
-        self.views: list[tuple[int, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._region, name)
-
-    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
-        self.views.append((offset_bytes, num_bytes))
-        return self._region.view(offset_bytes, num_bytes)
 
 
 class World:
@@ -966,114 +948,3 @@ def test_memory_of_a_dead_owner_is_let_go_and_release_is_idempotent(world: World
 
     world.memory.release()
     world.memory.release()
-
-
-# What says where bytes lie. A sender that points elsewhere gets the bytes that are there:
-# no digest of the data travels, so only their place and number can be checked.
-PLACES = {"regions", "region", "entries", "layout", "handles"}
-
-
-@pytest.fixture(scope="module")
-def slots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slots]:
-    made = shm_slots(tmp_path_factory.mktemp("slots"))
-    yield made
-    made.release()
-
-
-@st.composite
-def updates(draw: st.DrawFn) -> tuple[Pairs, Manifest | None, bool]:
-    """Random tensors; declared, streamed, or like a known stream up to some tensor."""
-    sizes = draw(st.lists(st.sampled_from([0, 1, 8, 255, 256, 300, 512, 513, 1100]), max_size=5))
-    pairs = byte_pairs(*sizes, 8)
-    match draw(st.sampled_from(["declared", "streamed", "resembling"])):
-        case "declared":
-            return pairs, manifest_of(pairs), True
-        case "streamed":
-            return pairs, None, False
-    num_same = draw(st.integers(0, len(pairs)))
-    known = [*pairs[:num_same], *byte_pairs(*draw(st.lists(st.just(40), max_size=2)), prefix="k")]
-    return pairs, manifest_of(known or pairs), False
-
-
-def mutate(draw: st.DrawFn, value: Any) -> tuple[Any, list[Any]]:
-    """Change one value somewhere within a message, and return also the way to it."""
-    if isinstance(value, dict | list | tuple) and value and draw(st.integers(0, 9)):
-        keys: Sequence[Any] = list(value) if isinstance(value, dict) else range(len(value))
-        key = draw(st.sampled_from([k for k in keys if k != "type"] or list(keys)))
-        changed, way = mutate(draw, value[key])
-        copied = dict(value) if isinstance(value, dict) else list(value)
-        copied[key] = changed
-        return copied, [key, *way]
-    options: list[Any] = [None, 0, 1, -1, 256, HUGE, (1 << 64) - 1, "", "x", [], {}, True, 0.5]
-    if isinstance(value, int):
-        options += [value + 1, value - 1, 2 * value, value + 256] * 3
-    if isinstance(value, list | tuple) and value:
-        options += [[*value, value[-1]], value[:-1], value[1:], value[::-1]] * 3
-    return draw(st.sampled_from(options)), []
-
-
-@settings(max_examples=400)
-@given(data=st.data(), update=updates())
-def test_one_wrong_field_never_raises_and_never_commits_anything_else(
-    slots: Slots, data: st.DataObject, update: tuple[Pairs, Manifest | None, bool]
-) -> None:
-    pairs, manifest, is_declared = update
-    commands = commands_of(slots, pairs, manifest=manifest, is_declared=is_declared)
-    victim = data.draw(st.integers(0, len(commands) - 1))
-    plain = msgspec.msgpack.decode(encode(commands[victim]))
-    changed, way = mutate(data.draw, plain)
-    wire = [encode(command) for command in commands]
-    try:
-        wire[victim] = msgspec.msgpack.encode(changed)
-    except OverflowError:
-        return
-    sink, memory = KeepingSink(), ReceiverMemory()
-    receiver = greeted(memory, sink)
-    watched: Any = WatchedRegion(open_region("shm", slots.handles[0]))
-    memory.regions[slots.handles[0].id] = watched
-
-    for message in wire:
-        try:
-            replies = receiver.step(decode_command(message))
-        except RemoteProtocolError as error:
-            replies = [receiver.fail(error)]
-        assert all(encode(reply) for reply in replies)
-        if receiver.session.has_ended:
-            break
-
-    end_bytes = slots.handles[0].num_bytes
-    for offset, size in watched.views:
-        assert offset >= 0
-        assert offset + size <= end_bytes or isinstance(receiver.error, Error)
-    assert sink.calls.count("abort") <= 1
-    if receiver.state is EngineState.COMMITTED:
-        assert {n: len(d) for n, d in kept_by(sink).items()} == {
-            name: len(data) for name, data in bytes_by_name(pairs).items()
-        }
-        assert list(sink.metas.values()) == [meta for meta, _ in pairs]
-        if not PLACES & set(way[:1]):
-            assert kept_by(sink) == bytes_by_name(pairs)
-    else:
-        assert "commit" not in sink.calls
-        if receiver.state is EngineState.UNCHANGED:
-            assert sink.tensors == {}
-    receiver.release()
-    memory.release()
-
-
-@settings(max_examples=100)
-@given(update=updates())
-def test_a_valid_update_arrives_however_it_is_described(
-    slots: Slots, update: tuple[Pairs, Manifest | None, bool]
-) -> None:
-    pairs, manifest, is_declared = update
-    sink, memory = KeepingSink(), ReceiverMemory()
-
-    replies = feed(
-        greeted(memory, sink),
-        commands_of(slots, pairs, manifest=manifest, is_declared=is_declared),
-    )
-
-    assert isinstance(replies[-1], Done)
-    assert kept_by(sink) == bytes_by_name(pairs)
-    memory.release()

@@ -196,14 +196,19 @@ class Trainer:
         self.exhaust()
 
     def reach(self, phase: Phase) -> None:
-        steps = {
-            Phase.GREETING: lambda: self.greet(0),
-            Phase.OPENING: lambda: (self.greet(), self.exhaust()),
-            Phase.STREAMING: lambda: (self.open(), self.exhaust()),
-            Phase.FINISHING: self.stream,
-            Phase.COMMITTING: self.commit,
-        }
-        steps[phase]()
+        match phase:
+            case Phase.GREETING:
+                self.greet(0)
+            case Phase.OPENING:
+                self.greet()
+                self.exhaust()
+            case Phase.STREAMING:
+                self.open()
+                self.exhaust()
+            case Phase.FINISHING:
+                self.stream()
+            case Phase.COMMITTING:
+                self.commit()
         assert self.sender.phase is phase
 
     def batches(self, rank: int) -> list[Batch]:
