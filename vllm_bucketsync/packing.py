@@ -58,7 +58,6 @@ class Packing:
             SourceError: The source is not what it declared, or cannot be sent.
         """
         planner = BucketPlanner(self._slots.layout)
-        yield from self._wait_for_slot(num_acks)
         for meta, tensor in self._source.tensors:
             commands = self._note(meta)
             if commands:

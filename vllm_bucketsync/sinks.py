@@ -62,8 +62,8 @@ class Sink(Protocol):
     """One update, seen from where the tensors go.
 
     Called in this order: ``open``, any number of ``load`` (and at most one
-    ``deviate``), ``prepare``, ``commit``; or ``abort`` after any of them but
-    ``commit``, also after one that raised; ``release`` at the end of it all.
+    ``deviate``), ``prepare``, ``commit``; ``abort`` instead of the next one, or after any
+    that raised, ``commit`` included; ``release`` at the end of it all.
     """
 
     def open(self, manifest: Manifest | None) -> None:

@@ -98,8 +98,16 @@ def test_an_interrupted_demo_stops_everything_that_it_started(folder: Path) -> N
         _, steps = process.communicate(timeout=60)
 
     assert process.returncode == ExitCode.INTERRUPTED, steps
-    assert [child for child in started if child.is_running()] == []
+    assert [child for child in started if is_alive(child)] == []
     assert left_behind(folder) == []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs: one that only its parent has not reaped does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_an_engine_that_cannot_start_is_an_error_that_shows_the_end_of_its_log(

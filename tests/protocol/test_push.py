@@ -5,16 +5,21 @@ Workers are threads here; the sockets, the shared memory and both ends are the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.bytes_of import bytes_of
-from support.thread_engine import ThreadEngine
+from support.thread_engine import KeepingSink, ThreadEngine
 
 from vllm_bucketsync.errors import ChannelTimeoutError, ConfigError, EngineBusyError, SourceError
+from vllm_bucketsync.sinks import Piece
 from vllm_bucketsync.sync import WeightSync
 
 DTYPES = [
@@ -170,6 +175,142 @@ def test_tensors_around_the_size_of_a_slot_arrive_at_every_worker(num_workers: i
     assert arrived(engine) == [expected(pairs)] * num_workers
     assert report.num_workers == num_workers
     assert report.slot_size_bytes == slot
+    engine.close()
+
+
+class SlowSinks:
+    """Sinks of which the first copies nothing before the others are as far as they can be.
+
+    Whoever refills a slot too early has done so by then.
+    """
+
+    def __init__(self, num_workers: int, *, num_buckets: int, num_slots: int) -> None:
+        self._num_loads = [0] * num_workers
+        self._ahead = [min(num_buckets, done + num_slots) for done in range(num_buckets)]
+        self._moved = threading.Condition()
+        self._num_made = 0
+
+    def make(self) -> KeepingSink:
+        with self._moved:
+            number, self._num_made = self._num_made, self._num_made + 1
+        return KeepingSink(lambda call, _: self._note(number) if call == "load" else None)
+
+    def _note(self, number: int) -> None:
+        loads = self._num_loads
+        with self._moved:
+            if number == 0:
+                ahead = self._ahead[loads[0]]
+                assert self._moved.wait_for(lambda: min(loads[1:]) >= ahead - 1, timeout=20)
+            loads[number] += 1
+            self._moved.notify_all()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_the_slowest_of_four_workers_gets_every_bucket_as_it_was_sent(num_slots: int) -> None:
+    pairs = [(f"w{i}", torch.full((1024,), i, dtype=torch.uint8)) for i in range(12)]
+    sinks = SlowSinks(4, num_buckets=12, num_slots=num_slots)
+    engine = ThreadEngine(num_workers=4, make=sinks.make)
+
+    with WeightSync(engine, slot_size=1024, num_slots=num_slots) as sync:
+        report = sync.push(pairs, version=1)
+
+    assert report.num_buckets == 12
+    assert arrived(engine) == [expected(pairs)] * 4
+    engine.close()
+
+
+class LateEngine(ThreadEngine):
+    """Each worker begins a little later than the one before, whatever it is asked."""
+
+    def _act(self, index: int, act: Callable[..., Any], *args: Any) -> Any:
+        threading.Event().wait((0.0, 0.25, 0.05, 0.15)[index])
+        return super()._act(index, act, *args)
+
+
+def test_workers_that_begin_late_are_waited_for_and_none_is_left_out() -> None:
+    pairs = [(f"w{i}", torch.randn(100)) for i in range(5)]
+    engine = LateEngine(num_workers=4)
+    with WeightSync(engine, slot_size=512) as sync:
+        for version in range(3):
+            report = sync.push(pairs, version=version)
+            assert report.num_workers == 4
+            assert arrived(engine) == [expected(pairs)] * 4
+        assert [status["version"] for status in sync.status()] == ["2"] * 4
+    engine.close()
+
+
+@pytest.mark.parametrize("is_in_process", [False, True])
+def test_two_trainers_of_one_engine_are_served_one_after_the_other_and_never_mixed(
+    is_in_process: bool,
+) -> None:
+    engine = ThreadEngine(num_workers=1 if is_in_process else 2, is_in_process=is_in_process)
+    start = threading.Barrier(2)
+    failures: list[BaseException] = []
+    # Closed by the test: this engine's close would take the workers' memory from the other.
+    syncs = [WeightSync(engine, slot_size=512) for _ in range(2)]
+
+    def train(trainer: int) -> None:
+        try:
+            start.wait(10)
+            for step in range(5):
+                number = float(10 * trainer + step)
+                pairs = [(f"w{i}", torch.full((100,), number)) for i in range(6)]
+                source = pairs if step % 2 else iter(pairs)
+                syncs[trainer].push(source, version=f"{trainer}.{step}")
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=train, args=(trainer,)) for trainer in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+        assert not thread.is_alive()
+    for sync in syncs:
+        sync.close()
+
+    assert failures == []
+    assert sorted(engine.finished) == [f"{t}.{step}" for t in range(2) for step in range(5)]
+    assert len(engine.sinks) == 10 * len(engine.workers)
+    for sink in engine.sinks:
+        assert sink.calls[-2:] == ["commit", "release"]
+        assert len(sink.tensors) == 6
+        assert len({bytes(tensor.numpy()) for tensor in sink.tensors.values()}) == 1
+    versions = {worker.version for worker in engine.workers}
+    assert len(versions) == 1
+    assert versions <= {"0.4", "1.4"}
+    engine.close()
+
+
+class DroppingSink(KeepingSink):
+    """Keeps the bytes only, in order: a million tensors would be most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = bytearray()
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self.bytes += piece.data.numpy().tobytes()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_million_tiny_tensors_arrive(is_streamed: bool) -> None:
+    values = torch.arange(1_000_000, dtype=torch.int32)
+    pairs = ((f"p{i}", values[i]) for i in range(len(values)))
+    engine = ThreadEngine(make=DroppingSink)
+    begin_s = time.monotonic()
+    with WeightSync(engine) as sync:
+        report = sync.push(pairs if is_streamed else list(pairs), version=1)
+
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    took = f"{time.monotonic() - begin_s:.1f} s, peak of the process {peak_kib >> 10} MiB"
+    print(f"a million tensors in {report.num_buckets} buckets: {took}")  # noqa: T201 - by hand
+    assert bytes(engine.sinks[-1].bytes) == bytes_of(values)
+    assert report.num_tensors == len(values)
     engine.close()
 
 

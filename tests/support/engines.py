@@ -1,6 +1,7 @@
 """Starts vLLM engines inside the test process, and looks into them.
 
-Import it before anything of vLLM: what vLLM reads from the environment is set here.
+Import it before anything of vLLM: some of the environment is read by that import. It is
+changed only then and while an engine runs, so that other tests' processes do not inherit it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,26 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-os.environ.update(ENVIRONMENT)
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """Set what these engines need in this process's environment, and put it back."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+with environment():
+    from vllm import LLM
+
 # Threads that spin for each other are slow where others use the cores too.
 torch.set_num_threads(1)
 
@@ -35,9 +55,16 @@ PROMPTS = ([5, 17, 123, 42, 260], [301, 2, 77], [9] * 12)
 @contextmanager
 def running_engine(checkpoint: Path, **settings: Any) -> Iterator[Any]:
     """Yield an ``LLM`` that serves ``checkpoint``; free it at the end."""
-    from vllm import LLM
+    with environment():
+        llm = _start(checkpoint, **settings)
+        try:
+            yield llm
+        finally:
+            _free(llm)
 
-    llm = LLM(
+
+def _start(checkpoint: Path, **settings: Any) -> Any:
+    return LLM(
         str(checkpoint),
         dtype="float32",
         skip_tokenizer_init=True,
@@ -51,10 +78,6 @@ def running_engine(checkpoint: Path, **settings: Any) -> Iterator[Any]:
         num_gpu_blocks_override=16,
         **settings,
     )
-    try:
-        yield llm
-    finally:
-        _free(llm)
 
 
 def worker_of(llm: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from support.stepping import (
     SLOT_BYTES,
     Pairs,
+    WatchedRegion,
     byte_pairs,
     bytes_by_name,
     commands_of,
@@ -178,6 +179,7 @@ def batch(pairs: Pairs, *entries: Entry, region: int = 0) -> Callable[[int], Bat
 
 HOSTILE_BUCKETS: dict[str, tuple[Callable[[int], Batch], str]] = {
     "past the region": (batch([LONG], E(0, 300, at=256)), "within 512 bytes"),
+    "a byte past the region": (batch([LONG], E(0, 257, at=256)), "within 512 bytes"),
     "far past the region": (batch([SHORT], E(0, 300, at=HUGE)), "within 512 bytes"),
     "larger than the region": (batch([LONG], E(0, 700)), "within 512 bytes"),
     "misaligned": (batch([TINY], E(0, 8, at=8)), "aligned"),

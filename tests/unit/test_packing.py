@@ -1,0 +1,172 @@
+"""Proves what a sender says of its buckets, and when it asks for the next tensor."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.stepping import Pairs, byte_pairs, manifest_of, shm_slots
+
+from vllm_bucketsync.errors import SourceError
+from vllm_bucketsync.layout import Entry, Manifest, TensorMeta
+from vllm_bucketsync.messages import Batch, Command, Deviate
+from vllm_bucketsync.packing import Packing
+from vllm_bucketsync.slots import Slots
+from vllm_bucketsync.sources import Source
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Iterator[Slots]:
+    made = shm_slots(tmp_path, num_slots=2)
+    yield made
+    made.release()
+
+
+def pack(
+    slots: Slots, pairs: Pairs, *, manifest: Manifest | None = None, is_declared: bool = False
+) -> tuple[Packing, list[Command]]:
+    declared = manifest if is_declared else None
+    source = Source(declared=declared, tensors=iter(pairs))
+    packing = Packing(source, manifest=manifest, slots=slots)
+    steps = packing.batches(lambda: packing.num_batches)
+    return packing, [command for step in steps for command in step]
+
+
+def test_a_declared_source_says_nothing_of_what_both_ends_planned(slots: Slots) -> None:
+    pairs = byte_pairs(300, 700, 0, 8)
+    packing, commands = pack(slots, pairs, manifest=manifest_of(pairs), is_declared=True)
+
+    assert commands == [Batch(seq=seq, region=seq % 2) for seq in range(3)]
+    assert (packing.num_batches, packing.num_tensors, packing.num_bytes) == (3, 4, 1008)
+    assert packing.digest() == manifest_of(pairs).digest
+    assert slots.last_manifest is not None
+    assert slots.last_manifest.metas == manifest_of(pairs).metas
+
+
+def test_an_unknown_stream_describes_each_tensor_once_where_it_begins(slots: Slots) -> None:
+    pairs = byte_pairs(300, 700, 0, 8)
+    _, commands = pack(slots, pairs)
+
+    first, second, third, fourth = (meta for meta, _ in pairs)
+    assert commands == [
+        Batch(seq=0, region=0, entries=(Entry(0, 0, 0, 300),), metas=(first,)),
+        Batch(seq=1, region=1, entries=(Entry(1, 0, 0, 512),), metas=(second,)),
+        Batch(
+            seq=2,
+            region=0,
+            entries=(Entry(1, 512, 0, 188), Entry(2, 0, 256, 0), Entry(3, 0, 256, 8)),
+            metas=(third, fourth),
+        ),
+    ]
+
+
+def test_a_stream_that_leaves_its_manifest_says_so_before_it_describes(slots: Slots) -> None:
+    known = byte_pairs(100, 8, 8)
+    other = TensorMeta("other", "int16", (4,), 8)
+    sent = [known[0], (other, torch.arange(4, dtype=torch.int16)), known[2]]
+
+    packing, commands = pack(slots, sent, manifest=manifest_of(known))
+
+    assert commands == [
+        Deviate(index=1),
+        Batch(seq=0, region=0, entries=(Entry(0, 0, 0, 100), Entry(1, 0, 256, 8)), metas=(other,)),
+        Batch(seq=1, region=1, entries=(Entry(2, 0, 0, 8),), metas=(known[2][0],)),
+    ]
+    assert packing.digest() == manifest_of(sent).digest
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 2])
+def test_a_stream_that_is_shorter_or_longer_than_the_last_leaves_the_manifest_there(
+    slots: Slots, num_sent: int
+) -> None:
+    known = byte_pairs(8, 8, 8)
+    sent = known[:num_sent]
+    packing, commands = pack(slots, sent, manifest=manifest_of(known))
+    assert [c for c in commands if isinstance(c, Deviate)] == [Deviate(index=num_sent)]
+    assert packing.digest() == manifest_of(sent).digest
+
+    longer = [*known, *byte_pairs(8, prefix="more")]
+    packing, commands = pack(slots, longer, manifest=manifest_of(known))
+    assert [c for c in commands if isinstance(c, Deviate)] == [Deviate(index=3)]
+    assert packing.digest() == manifest_of(longer).digest
+
+
+def test_a_declared_source_that_is_another_is_refused_at_the_first_difference(
+    slots: Slots,
+) -> None:
+    pairs = byte_pairs(300, 700)
+    for sent in (pairs[:1], pairs[::-1], [*pairs, *byte_pairs(8, prefix="more")]):
+        with pytest.raises(SourceError, match="2 tensors were declared"):
+            pack(slots, sent, manifest=manifest_of(pairs), is_declared=True)
+
+
+def test_a_slot_is_waited_for_before_the_next_tensor_is_asked_for(slots: Slots) -> None:
+    asked: list[str] = []
+
+    def tensors() -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        for meta, tensor in byte_pairs(512, 512, 512):
+            asked.append(meta.name)
+            yield meta, tensor
+
+    acks = [0]
+    packing = Packing(Source(declared=None, tensors=tensors()), manifest=None, slots=slots)
+    steps = packing.batches(lambda: acks[0])
+    for _ in range(2):
+        assert len(next(steps)) == 1
+    for _ in range(3):
+        assert next(steps) == []
+    assert asked == ["t0", "t1"]
+
+    acks[0] = 1
+    assert len(next(steps)) == 1
+    assert asked == ["t0", "t1", "t2"]
+
+
+def test_a_bucket_is_handed_over_as_soon_as_it_is_full(slots: Slots) -> None:
+    asked: list[str] = []
+
+    def tensors() -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        for meta, tensor in byte_pairs(256, 256, 8):
+            asked.append(meta.name)
+            yield meta, tensor
+
+    packing = Packing(Source(declared=None, tensors=tensors()), manifest=None, slots=slots)
+    next(packing.batches(lambda: 0))
+
+    assert asked == ["t0", "t1"]
+
+
+def test_a_tensor_is_let_go_before_the_next_one_is_asked_for(slots: Slots) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors() -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        for index in range(3):
+            gc.collect()
+            assert [ref() for ref in alive] == [None] * index
+            tensor = torch.full((8,), index, dtype=torch.uint8)
+            alive.append(weakref.ref(tensor))
+            yield TensorMeta(f"t{index}", "uint8", (8,), 8), tensor
+            del tensor
+
+    source = Source(declared=None, tensors=tensors())
+    packing = Packing(source, manifest=None, slots=slots)
+
+    assert len(list(packing.batches(lambda: packing.num_batches))) == 2
+    assert len(alive) == 3
+
+
+def test_how_far_it_has_come_is_told_with_the_last_tensor(slots: Slots) -> None:
+    pairs = byte_pairs(300, 700)
+    manifest = manifest_of(pairs)
+    source = Source(declared=manifest, tensors=iter(pairs))
+    packing = Packing(source, manifest=manifest, slots=slots)
+    assert packing.describe() == "bucket 0 (tensor 0 of 2)"
+
+    list(packing.batches(lambda: packing.num_batches))
+    assert packing.describe() == "bucket 3 (tensor 2 of 2, t1)"
+    streamed, _ = pack(slots, pairs)
+    assert streamed.describe() == "bucket 3 (tensor 2, t1)"
