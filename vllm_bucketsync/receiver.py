@@ -91,6 +91,9 @@ class Receiver:
         session: Where the protocol stands.
         opened: The offer that was accepted, or ``None`` before it.
         state: What the worker holds once the session has ended.
+        was_torn: Whether an earlier update had left the worker torn.
+        num_tensors: Tensors that arrived, once all have.
+        num_bytes: Their bytes.
         error: Why it failed, as the error that was replied.
     """
 
@@ -106,6 +109,9 @@ class Receiver:
         self._arrivals: Arrivals | None = None
         self._load_s = 0.0
         self._begin_s = time.monotonic()
+        self.was_torn = memory.is_torn
+        self.num_tensors = 0
+        self.num_bytes = 0
         self.session = Session(Role.RECEIVER)
         self.opened: Open | None = None
         self.state: EngineState | None = None
@@ -260,6 +266,7 @@ class Receiver:
     def _finish(self, command: Finish) -> Prepared:
         arrivals, sink = self._running()
         self._memory.remember(arrivals.finish(command))
+        self.num_tensors, self.num_bytes = arrivals.num_tensors, arrivals.num_bytes
         sink.prepare()
         return Prepared()
 

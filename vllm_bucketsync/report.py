@@ -11,6 +11,7 @@ class WorkerReport:
     """What one worker did with an update.
 
     Attributes:
+        engine: Which of the engines, counted from 0.
         rank: Its rank within its engine.
         dp_index: Which data-parallel replica of the engine.
         pid: Its process id, as it sees it.
@@ -21,6 +22,7 @@ class WorkerReport:
         notes: Anything else that a user should read.
     """
 
+    engine: int
     rank: int
     dp_index: int
     pid: int
@@ -36,6 +38,7 @@ class PushReport:
     """What one push came to.
 
     Attributes:
+        engines: What was updated, and how it was asked.
         update_id: Random name of the update.
         version: The weights' name, as the engine has it.
         is_dry_run: Everything was checked and nothing was written.
@@ -50,6 +53,7 @@ class PushReport:
         workers: One report for each worker; empty for a dry run.
     """
 
+    engines: tuple[str, ...]
     update_id: str
     version: str
     is_dry_run: bool

@@ -86,8 +86,9 @@ class Peer:
 
     def __str__(self) -> str:
         """Return how messages for people name it."""
+        engine = f"engine {self.hello.engine} " if self.hello.engine else ""
         replica = f"replica {self.hello.dp_index} " if self.hello.dp_index else ""
-        return f"{replica}rank {self.hello.rank} pid {self.hello.pid}"
+        return f"{engine}{replica}rank {self.hello.rank} pid {self.hello.pid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Update:
         update_id: Random name of the update.
         version: The user's name for the weights.
         token: The secret that only the RPC carried.
-        num_workers: How many have to take part.
+        num_workers: How many have to take part, for each engine.
         kind: Which sink takes it.
         partial: Patterns of parameters that may be left without a value.
         is_dry_run: Stop when every worker is ready.
@@ -107,7 +108,7 @@ class Update:
     update_id: str
     version: str
     token: str
-    num_workers: int
+    num_workers: tuple[int, ...]
     kind: str = "weights"
     partial: tuple[str, ...] = ()
     is_dry_run: bool = False
@@ -145,6 +146,11 @@ class Sender:
         return self.choices[0]
 
     @property
+    def num_workers(self) -> int:
+        """How many workers have to take part."""
+        return sum(self.update.num_workers)
+
+    @property
     def has_ended(self) -> bool:
         """Whether every worker that said hello has ended."""
         is_late = self.phase in {Phase.ABORTING, Phase.COMMITTING}
@@ -157,15 +163,21 @@ class Sender:
 
     @property
     def engine_state(self) -> EngineState:
-        """What the engine as a whole holds, as far as the workers said."""
-        states = {peer.state for peer in self.peers.values()}
-        if not states:
-            return EngineState.UNCHANGED
-        if EngineState.TORN in states or states > {EngineState.COMMITTED, EngineState.UNCHANGED}:
-            return EngineState.TORN
-        if EngineState.UNKNOWN in states:
-            return EngineState.UNKNOWN
-        return EngineState.TORN if len(states) > 1 else states.pop()
+        """What the engines as a whole hold, as far as the workers said."""
+        return _summary({peer.state for peer in self.peers.values()})
+
+    def state_of(self, engine: int) -> EngineState:
+        """Return what one engine holds, as far as its workers said."""
+        return _summary({peer.state for peer in self._peers_of(engine)})
+
+    def has_ended_on(self, engine: int) -> bool:
+        """Return whether every worker of one engine has come and ended."""
+        peers = self._peers_of(engine)
+        is_complete = len(peers) == self.update.num_workers[engine]
+        return is_complete and all(peer.has_ended for peer in peers)
+
+    def _peers_of(self, engine: int) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.hello.engine == engine]
 
     def advance(self) -> list[Outgoing]:
         """Do the next piece of work and return what is to be sent.
@@ -233,9 +245,7 @@ class Sender:
         late = ", ".join(str(peer) for peer in self.peers.values() if not self._is_on_time(peer))
         match self.phase:
             case Phase.GREETING:
-                return (
-                    f"{len(self.peers)} of {self.update.num_workers} workers said hello; the rest"
-                )
+                return f"{len(self.peers)} of {self.num_workers} workers said hello; the rest"
             case Phase.STREAMING if self.packing is not None:
                 return f"{self.packing.describe()}, acknowledgement from {late}"
             case _:
@@ -270,11 +280,13 @@ class Sender:
                 f"{hello.plugin_version}) on boot {hello.boot_id[:8]}; here it is protocol "
                 f"{PROTOCOL_VERSION} on boot {HOST.boot_id[:8]}; run one version on one host"
             )
-        if taken or len(self.peers) > self.update.num_workers:
+        known = hello.engine < len(self.update.num_workers)
+        expected = self.update.num_workers[hello.engine] if known else 0
+        num_before = len(self._peers_of(hello.engine)) - 1
+        if taken or num_before >= expected:
             raise RemoteProtocolError(
-                f"{peer} said hello, but {len(self.peers) - 1} of {self.update.num_workers} "
-                f"expected workers had, {len(taken)} of them with the same rank; check "
-                f"expected_workers"
+                f"{peer} said hello, but {num_before} of {expected} expected workers had, "
+                f"{len(taken)} of them with the same rank; check expected_workers"
             )
         if self.phase is Phase.ABORTING:
             self._abort_all(str(self.error))
@@ -297,7 +309,7 @@ class Sender:
 
     def _work(self) -> None:
         match self.phase:
-            case Phase.GREETING if len(self.peers) == self.update.num_workers:
+            case Phase.GREETING if len(self.peers) == self.num_workers:
                 self._offer()
             case Phase.OPENING if not any(
                 peer.session.state is State.OPENING for peer in self.peers.values()
@@ -405,3 +417,14 @@ class Sender:
             is_bound = peer.session.state in {State.ABORTING, State.COMMITTING}
             if not peer.has_ended and not is_bound:
                 self._send(key, Abort(reason=reason[:65_000]))
+
+
+def _summary(states: set[EngineState]) -> EngineState:
+    """Return what workers hold together: parts of two sets of weights are torn."""
+    if not states:
+        return EngineState.UNCHANGED
+    if EngineState.TORN in states or states > {EngineState.COMMITTED, EngineState.UNCHANGED}:
+        return EngineState.TORN
+    if EngineState.UNKNOWN in states:
+        return EngineState.UNKNOWN
+    return EngineState.TORN if len(states) > 1 else states.pop()

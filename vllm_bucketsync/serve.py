@@ -144,7 +144,8 @@ def update(worker: Worker, offer: object) -> Result:
         offer: The RPC's argument, see ``Offer``.
 
     Returns:
-        Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``, ``error``.
+        Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``,
+        ``was_torn``, ``num_tensors``, ``num_bytes``, ``error``.
     """
     receiver = Receiver(memory=worker.memory, make_sink=worker.make_sink, rank=worker.rank)
     try:
@@ -289,6 +290,9 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         "rank": worker.rank,
         "dp_index": worker.dp_index,
         "version": worker.version,
+        "was_torn": receiver.was_torn,
+        "num_tensors": receiver.num_tensors,
+        "num_bytes": receiver.num_bytes,
         "error": None if wire is None else _error(wire.code, wire.message, wire.details),
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import threading
@@ -12,7 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from .channel import Listener
-from .clients import Engine, connect
+from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
+from .clients.connect import connect
 from .config import Settings
 from .errors import (
     BucketSyncError,
@@ -27,7 +30,8 @@ from .rundir import remove_stale
 from .sender import Sender, Update
 from .slots import Slots
 from .sources import Source, open_source
-from .transfer import Progress, RpcCall, run_linked, run_remote
+from .streams import leave_thread
+from .transfer import Asking, Progress, RpcCall, UpdateCall, run_linked, run_remote
 from .transport.registry import candidates
 
 logger = logging.getLogger(__name__)
@@ -37,31 +41,39 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class WeightSync:
-    """The trainer's end: gives one engine new weights, as often as asked.
+    """The trainer's end: gives one engine, or several, new weights, as often as asked.
 
     Keeps the shared memory and the socket between updates; ``close`` gives them back.
     One update at a time; not for several threads at once.
     """
 
     def __init__(
-        self, engine: object, *, expected_workers: int | None = None, **settings: Any
+        self,
+        engine: object,
+        *,
+        api_key: str | None = None,
+        expected_workers: int | None = None,
+        **settings: Any,
     ) -> None:
         """Take note of the engine; nothing is asked or allocated yet.
 
         Args:
-            engine: A ``vllm.LLM``, or the base URL of a vLLM server.
-            expected_workers: How many workers take part, where the engine cannot say.
+            engine: A ``vllm.LLM``, a ``vllm.AsyncLLM``, the base URL of a vLLM server
+                (or ``unix:///path/of/its/socket``), or a list of them, which then are
+                updated together: all commit, or none does.
+            api_key: What the servers were started with.
+            expected_workers: How many workers take part, where an engine cannot say.
             settings: Fields of ``Settings``; the environment fills in the rest.
 
         Raises:
             ConfigError: The engine or a setting is wrong.
         """
         self._settings = Settings.from_env(**settings)
-        self._engine: Engine = connect(engine)
+        self._engines = connect(engine, api_key=api_key)
         self._expected_workers = expected_workers
         self._slots = Slots(self._settings)
         self._listener: Listener | None = None
-        self._call: RpcCall | None = None
+        self._calls: list[UpdateCall] = []
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -86,6 +98,8 @@ class WeightSync:
         partial: Sequence[str] = (),
         rename: Callable[[str], str] | None = None,
         dry_run: bool = False,
+        pause: str = PauseMode.WAIT,
+        resume_torn: bool = False,
         progress: Progress | None = None,
     ) -> PushReport:
         """Give the engine new weights, and return when every worker uses them.
@@ -101,7 +115,12 @@ class WeightSync:
                 be left as they are.
             rename: Maps each name, after trainers' wrappers are stripped, to the
                 checkpoint's.
-            dry_run: Check everything that can be checked and stop; nothing is written.
+            dry_run: Check everything that can be checked and stop; nothing is written
+                and no request is held back.
+            pause: What happens to the requests that an online engine runs: ``wait``
+                lets them end on the old weights, for ``connect_timeout_s`` at most;
+                ``abort`` ends them; ``keep`` freezes them, to go on with the new ones.
+            resume_torn: Let requests run again even on an engine that was left torn.
             progress: Called with the bytes packed so far, and their total or ``None``.
 
         Returns:
@@ -117,16 +136,27 @@ class WeightSync:
         """
         begin_s = time.monotonic()
         with self._exclusively():
-            self._engine.check_ready()
+            mode = _pause_mode(pause)
+            for engine in self._engines:
+                engine.check_ready()
             opened = open_source(source, rename=rename)
             if dry_run and opened.declared is None:
                 opened = _read_metas(opened)
             sender = self._sender(opened, str(version), tuple(partial), is_dry_run=dry_run)
-            with contextlib.closing(opened), self._pause(is_dry_run=dry_run):
-                self._run(sender, progress)
-                if not dry_run:
-                    self._finish(sender)
-        report = _report(sender, self._slots, seconds=time.monotonic() - begin_s)
+            asking = Asking(
+                settings=self._settings,
+                pause=None if dry_run else mode,
+                resume_torn=resume_torn,
+                progress=progress,
+            )
+            with contextlib.closing(opened):
+                self._run(sender, asking)
+        report = _report(
+            sender,
+            self._slots,
+            engines=tuple(engine.name for engine in self._engines),
+            seconds=time.monotonic() - begin_s,
+        )
         logger.info(
             "version %s: %d tensors, %d bytes in %d buckets over %s, %.3f s",
             report.version,
@@ -138,15 +168,34 @@ class WeightSync:
         )
         return report
 
+    async def apush(self, source: object, **options: Any) -> PushReport:
+        """Push from an async trainer, without blocking its event loop.
+
+        The source is consumed on a thread of its own, after what the current CUDA
+        stream was given to do. A cancelled ``apush`` raises at once, but the update goes
+        on to its end; until then the next one raises ``EngineBusyError``.
+
+        Args:
+            source: See ``push``.
+            options: The other arguments of ``push``.
+        """
+        enter = leave_thread()
+
+        def run() -> PushReport:
+            enter()
+            return self.push(source, **options)
+
+        return await asyncio.to_thread(run)
+
     def status(self) -> list[dict[str, Any]]:
-        """Return what every worker says that it holds, in order of rank.
+        """Return what every worker says that it holds, in order of engine and rank.
 
         Raises:
             EngineBusyError: The engine is at work and did not answer within
                 ``connect_timeout_s``.
             EngineUnreachableError: It did not answer at all.
         """
-        return self._ask("bucketsync_status")
+        return self._ask(STATUS_METHOD)
 
     def release(self) -> None:
         """Give the shared memory back on both ends; the next push takes it anew.
@@ -155,7 +204,7 @@ class WeightSync:
             EngineBusyError: The engine is at work and did not answer in time.
         """
         with self._exclusively():
-            self._ask("bucketsync_release")
+            self._ask(RELEASE_METHOD)
             self._slots.release()
 
     def close(self) -> None:
@@ -169,7 +218,8 @@ class WeightSync:
         self._slots.release()
         if self._listener is not None:
             self._listener.close()
-        self._engine.close()
+        for engine in self._engines:
+            engine.close()
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -184,94 +234,129 @@ class WeightSync:
             self._lock.release()
 
     def _check_idle(self) -> None:
-        if self._call is not None and not self._call.wait(0.0):
+        if not all(call.is_done for call in self._calls):
             raise EngineBusyError(
                 "an earlier update still occupies the engine and cannot be cancelled: a worker "
                 "is stopped or hangs; continue or restart it"
             )
-        self._call = None
+        self._calls = []
 
-    def _pause(self, *, is_dry_run: bool) -> contextlib.AbstractContextManager[None]:
-        if is_dry_run:
-            return contextlib.nullcontext()
-        return self._engine.paused(timeout_s=self._settings.connect_timeout_s)
+    @property
+    def _is_in_process(self) -> bool:
+        return self._engines[0].is_in_process
 
     def _sender(
         self, source: Source, version: str, partial: tuple[str, ...], *, is_dry_run: bool
     ) -> Sender:
-        num_workers = self._expected_workers or self._engine.num_workers()
-        if not num_workers:
-            raise ConfigError(
-                "the engine cannot say how many workers it has; pass expected_workers="
-            )
         update = Update(
             update_id=secrets.token_hex(8),
             version=version,
             token=secrets.token_hex(16),
-            num_workers=num_workers,
+            num_workers=tuple(self._num_workers(engine) for engine in self._engines),
             partial=partial,
             is_dry_run=is_dry_run,
         )
-        choices = candidates(self._settings.transport, is_in_process=self._engine.is_in_process)
+        choices = candidates(self._settings.transport, is_in_process=self._is_in_process)
         return Sender(update=update, source=source, slots=self._slots, choices=choices)
 
-    def _run(self, sender: Sender, progress: Progress | None) -> None:
+    def _num_workers(self, engine: Engine) -> int:
+        found = self._expected_workers or engine.num_workers()
+        if not found:
+            raise ConfigError(
+                f"{engine.name} cannot say how many workers it has; pass expected_workers="
+            )
+        return found
+
+    def _run(self, sender: Sender, asking: Asking) -> None:
         """Run the update, and raise what it failed with."""
-        if self._engine.is_in_process:
-            run_linked(sender, engine=self._engine, settings=self._settings, progress=progress)
+        if self._is_in_process:
+            answers = [run_linked(sender, engine=self._engines[0], asking=asking)]
             # References to the trainer's tensors end with the push.
             self._slots.release()
         else:
-            if self._listener is None:
-                for path in remove_stale(self._settings.dir):
-                    logger.info("removed %s, which a dead process had left", path)
-                self._listener = Listener(self._settings.dir)
-            self._call = run_remote(
-                sender,
-                engine=self._engine,
-                listener=self._listener,
-                settings=self._settings,
-                progress=progress,
+            self._calls = run_remote(
+                sender, engines=self._engines, listener=self._listening(), asking=asking
             )
-        error = sender.error
-        if error is None:
-            return
-        # Half-read slots cannot be told from free ones: begin the next update with new memory.
-        self._slots.release()
-        text = f"the engine's weights are {sender.engine_state}"
-        if sender.engine_state is EngineState.TORN:
-            text += ": part new, part old; a complete push mends them"
-        if isinstance(error, BucketSyncError):
-            error.engine_state = sender.engine_state
-        error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")
-        raise error
+            if sender.error is None:
+                self._check_calls()
+            answers = [call.result for call in self._calls]
+        if sender.error is not None:
+            # Half-read slots cannot be told from free ones: begin anew next time.
+            self._slots.release()
+            raise _explained(sender.error, sender)
+        if not all(answer is not None and answer.drops_caches for answer in answers):
+            raise _after_commit(
+                EngineUnreachableError(
+                    "the prefix cache could not be reset; the new weights are committed, but "
+                    "old cache entries may still be used; reset it again",
+                    url=", ".join(engine.name for engine in self._engines),
+                )
+            )
 
-    def _finish(self, sender: Sender) -> None:
-        try:
-            self._engine.finish(sender.update.version)
-        except BucketSyncError as error:
-            error.engine_state = EngineState.COMMITTED
-            raise
+    def _listening(self) -> Listener:
+        if self._listener is None:
+            for path in remove_stale(self._settings.dir):
+                logger.info("removed %s, which a dead process had left", path)
+            self._listener = Listener(self._settings.dir)
+        return self._listener
+
+    def _check_calls(self) -> None:
+        """Raise if an engine's own end of a committed update did not go well."""
+        for engine, call in zip(self._engines, self._calls, strict=True):
+            if not call.is_done:
+                raise _after_commit(
+                    EngineBusyError(
+                        f"{engine.name} has the new weights, but has not returned from the call"
+                    )
+                )
+            if isinstance(call.error, BucketSyncError):
+                raise _after_commit(call.error)
+            if call.error is not None:
+                raise _after_commit(
+                    EngineUnreachableError(
+                        f"{engine.name} has the new weights, but the call failed: {call.error}",
+                        url=engine.name,
+                    )
+                ) from call.error
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
+        found = []
+        for index, engine in enumerate(self._engines):
+            answers = engine.call(method) if engine.is_in_process else self._wait(engine, method)
+            found += [answer | {"engine": index} for answer in answers]
+        return sorted(found, key=lambda one: (one["engine"], one["dp_index"], one["rank"]))
+
+    def _wait(self, engine: Engine, method: str) -> list[Any]:
         timeout_s = self._settings.connect_timeout_s
-        if self._engine.is_in_process:
-            results = self._engine.call(method)
-        else:
-            call = RpcCall(self._engine, method)
-            if not call.wait(timeout_s):
-                raise EngineBusyError(
-                    f"the engine did not answer {method} within {timeout_s:g} s; it is busy"
-                )
-            if isinstance(call.error, BucketSyncError):
-                raise call.error
-            if call.error is not None:
-                raise EngineUnreachableError(
-                    f"{method} failed: {call.error}", url=""
-                ) from call.error
-            results = call.results
-        return sorted(results, key=lambda result: (result["dp_index"], result["rank"]))
+        call = RpcCall(functools.partial(engine.call, method))
+        if not call.wait(timeout_s):
+            raise EngineBusyError(
+                f"{engine.name} did not answer {method} within {timeout_s:g} s; it is busy"
+            )
+        if isinstance(call.error, BucketSyncError):
+            raise call.error
+        if call.error is not None:
+            raise EngineUnreachableError(
+                f"{method} failed on {engine.name}: {call.error}", url=engine.name
+            ) from call.error
+        return call.result or []
+
+
+def _explained(error: BaseException, sender: Sender) -> BaseException:
+    """Say in an update's error what the engines hold."""
+    text = f"the engine's weights are {sender.engine_state}"
+    if sender.engine_state is EngineState.TORN:
+        text += ": part new, part old; it stays paused, and a complete push mends it"
+    if isinstance(error, BucketSyncError):
+        error.engine_state = sender.engine_state
+    error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")
+    return error
+
+
+def _after_commit(error: BucketSyncError) -> BucketSyncError:
+    error.engine_state = EngineState.COMMITTED
+    return error
 
 
 def _read_metas(source: Source) -> Source:
@@ -281,14 +366,17 @@ def _read_metas(source: Source) -> Source:
     return Source(declared=manifest, tensors=iter(()))
 
 
-def _report(sender: Sender, slots: Slots, *, seconds: float) -> PushReport:
+def _report(
+    sender: Sender, slots: Slots, *, engines: tuple[str, ...], seconds: float
+) -> PushReport:
     packing, declared = sender.packing, sender.source.declared
     counted = declared if sender.update.is_dry_run else None
     workers = sorted(
         (peer for peer in sender.peers.values() if peer.done is not None),
-        key=lambda peer: (peer.hello.dp_index, peer.hello.rank),
+        key=lambda peer: (peer.hello.engine, peer.hello.dp_index, peer.hello.rank),
     )
     return PushReport(
+        engines=engines,
         update_id=sender.update.update_id,
         version=sender.update.version,
         is_dry_run=sender.update.is_dry_run,
@@ -302,6 +390,7 @@ def _report(sender: Sender, slots: Slots, *, seconds: float) -> PushReport:
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         workers=tuple(
             WorkerReport(
+                engine=peer.hello.engine,
                 rank=peer.hello.rank,
                 dp_index=peer.hello.dp_index,
                 pid=peer.hello.pid,
@@ -315,3 +404,12 @@ def _report(sender: Sender, slots: Slots, *, seconds: float) -> PushReport:
             if peer.done is not None
         ),
     )
+
+
+def _pause_mode(pause: str) -> PauseMode:
+    try:
+        return PauseMode(pause)
+    except ValueError:
+        raise ConfigError(
+            f"pause is {pause!r}; expected one of {', '.join(PauseMode)}; they are vLLM's words"
+        ) from None

@@ -7,18 +7,19 @@ it waited for.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from .channel import Listener, Lost
-from .clients import UPDATE_METHOD, Engine, without_method
+from .clients.base import Engine, PauseMode, UpdateAnswer, UpdateRequest, without_method
 from .config import Settings
 from .errors import (
     BucketSyncError,
     ChannelTimeoutError,
-    EngineBusyError,
     EngineUnreachableError,
     PeerLostError,
     RemoteError,
@@ -29,6 +30,7 @@ from .link import register, unregister
 from .messages import PROTOCOL_VERSION, Command, Reply, decode_reply, encode
 from .sender import Phase, Sender
 
+T = TypeVar("T")
 Progress = Callable[[int, int | None], None]
 
 # How often the RPC is looked at while no message comes.
@@ -41,20 +43,19 @@ ABORT_TIMEOUT_S = 30.0
 RETURN_TIMEOUT_S = 30.0
 
 
-class RpcCall:
-    """A call of an engine's workers on a thread of its own, since it cannot be cancelled.
+class RpcCall(Generic[T]):
+    """A call of an engine on a thread of its own, since it cannot be cancelled.
 
     Attributes:
         error: What it raised, once it is done.
-        results: What the workers returned, once it is done.
+        result: What it returned, once it is done and has not raised.
     """
 
-    def __init__(self, engine: Engine, method: str, *args: Any) -> None:
+    def __init__(self, call: Callable[[], T]) -> None:
         self.error: BaseException | None = None
-        self.results: list[Any] = []
-        self._thread = threading.Thread(
-            target=self._run, args=(engine, method, args), name="bucketsync-rpc", daemon=True
-        )
+        self.result: T | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name="bucketsync-rpc", daemon=True)
         self._thread.start()
 
     @property
@@ -67,64 +68,109 @@ class RpcCall:
         self._thread.join(timeout_s)
         return self.is_done
 
-    def _run(self, engine: Engine, method: str, args: tuple[Any, ...]) -> None:
+    def _run(self) -> None:
         try:
-            self.results = engine.call(method, *args)
+            self.result = self._call()
         # Kept for the thread that waits.
         except BaseException as error:  # noqa: BLE001
             self.error = error
 
 
+UpdateCall = RpcCall[UpdateAnswer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How engines are asked for an update.
+
+    Attributes:
+        settings: The deadlines.
+        pause: What happens to the requests that run; ``None`` for a dry run.
+        resume_torn: Let requests run again whatever the workers hold.
+        progress: Told the bytes packed so far, and their total where it is known.
+    """
+
+    settings: Settings
+    pause: PauseMode | None
+    resume_torn: bool
+    progress: Progress | None
+
+    def request(self, sender: Sender, *, endpoint: str, engine: int) -> UpdateRequest:
+        """Return the question for one engine."""
+        settings = self.settings
+        return UpdateRequest(
+            offer={
+                "protocol": PROTOCOL_VERSION,
+                "token": sender.update.token,
+                "endpoints": {"*": endpoint},
+                "engine": engine,
+                "connect_timeout_s": _later(settings.connect_timeout_s),
+                "idle_timeout_s": _later(settings.idle_timeout_s),
+            },
+            version=sender.update.version,
+            pause=self.pause,
+            resume_torn=self.resume_torn,
+            timeout_s=settings.connect_timeout_s,
+        )
+
+
 def run_remote(
-    sender: Sender,
-    *,
-    engine: Engine,
-    listener: Listener,
-    settings: Settings,
-    progress: Progress | None,
-) -> RpcCall:
+    sender: Sender, *, engines: Sequence[Engine], listener: Listener, asking: Asking
+) -> list[UpdateCall]:
     """Run an update whose workers live in other processes.
 
     Args:
         sender: The update. Its ``error`` says how it went.
-        engine: Whom to ask.
+        engines: Whom to ask.
         listener: Where the workers connect to.
-        settings: The deadlines.
-        progress: Told the bytes packed so far, and their total where it is known.
+        asking: How.
 
     Returns:
-        The RPC. It may still run where a worker is stopped.
+        The call of each engine. It may still run where a worker is stopped.
     """
-    call = RpcCall(engine, UPDATE_METHOD, _offer(sender, listener.endpoint, settings))
-    watch = _Watch(sender, settings)
+    calls = [
+        RpcCall(
+            functools.partial(
+                engine.update, asking.request(sender, endpoint=listener.endpoint, engine=index)
+            )
+        )
+        for index, engine in enumerate(engines)
+    ]
+    watch = _Watch(sender, asking.settings)
     try:
         while not sender.has_ended:
-            _step(sender, listener, call, watch)
-            _tell(sender, progress)
+            _step(sender, listener, calls, watch)
+            _tell(sender, asking.progress)
     # Also Ctrl-C: the workers must not be left waiting.
     except BaseException as error:  # noqa: BLE001
         sender.fail(error)
         _drain(sender, listener)
-    call.wait(RETURN_TIMEOUT_S if sender.error is None else 1.0)
-    return call
+    deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
+    for call in calls:
+        call.wait(max(0.0, deadline_s - time.monotonic()))
+    return calls
 
 
-def run_linked(
-    sender: Sender, *, engine: Engine, settings: Settings, progress: Progress | None
-) -> None:
-    """Run an update whose worker lives in this process, on this very thread."""
+def run_linked(sender: Sender, *, engine: Engine, asking: Asking) -> UpdateAnswer | None:
+    """Run an update whose worker lives in this process, on this very thread.
+
+    Returns:
+        What the engine says, or ``None`` where it raised.
+    """
     token = sender.update.token
-    endpoint = register(token, _SenderLink(sender, progress))
+    endpoint = register(token, _SenderLink(sender, asking.progress))
+    answer = None
     try:
-        results = engine.call(UPDATE_METHOD, _offer(sender, endpoint, settings))
+        answer = engine.update(asking.request(sender, endpoint=endpoint, engine=0))
         if not sender.has_ended:
-            sender.fail(_early_end(results, None))
+            sender.fail(_early_end(answer, None))
     except Exception as error:  # noqa: BLE001 - whatever vLLM raised, the sender has the verdict
-        sender.fail(_early_end([], error))
+        sender.fail(_early_end(None, error))
     except BaseException as error:  # noqa: BLE001 - Ctrl-C, raised again by whoever asked
         sender.fail(error)
     finally:
         unregister(token)
+    return answer
 
 
 class _SenderLink:
@@ -138,14 +184,12 @@ class _SenderLink:
         """See ``Link``: advance until there is something to do, or the session ended."""
         for reply in replies:
             self._sender.receive(b"", reply)
-        while not self._sender.has_ended:
-            if self._sender.is_prepared:
-                self._sender.commit()
-            outgoing = self._sender.advance()
-            _tell(self._sender, self._progress)
-            if outgoing:
-                return [command for _, command in outgoing]
-        return []
+        if self._sender.is_prepared:
+            self._sender.commit()
+        # Nothing to send and nobody else to wait for is an end, whatever the session says.
+        outgoing = self._sender.advance()
+        _tell(self._sender, self._progress)
+        return [command for _, command in outgoing]
 
 
 class _Watch:
@@ -190,20 +234,21 @@ class _Watch:
                 return "idle_timeout_s", self._settings.idle_timeout_s
 
 
-def _step(sender: Sender, listener: Listener, call: RpcCall, watch: _Watch) -> None:
+def _step(sender: Sender, listener: Listener, calls: Sequence[UpdateCall], watch: _Watch) -> None:
     """Send what can be sent, then take one message, or see why none comes."""
     if sender.is_prepared:
         sender.commit()
     outgoing = sender.advance()
     for key, command in outgoing:
         _send(sender, listener, key, command)
-    is_done = call.is_done
+    done = [index for index, call in enumerate(calls) if call.is_done]
     event = listener.receive(0.0 if outgoing else WATCH_S)
     if event is None and not outgoing:
-        if is_done and not sender.has_ended:
-            sender.fail(_early_end(call.results, call.error))
-            if sender.phase is Phase.COMMITTING:
-                _give_up(sender, "the engine's call ended")
+        for index in done:
+            if not sender.has_ended_on(index):
+                sender.fail(_early_end(calls[index].result, calls[index].error))
+                if sender.phase is Phase.COMMITTING:
+                    _give_up(sender, "the engine's call ended")
         watch.check()
         return
     watch.renew()
@@ -264,23 +309,12 @@ def _tell(sender: Sender, progress: Progress | None) -> None:
         progress(sender.packing.num_bytes, None if declared is None else declared.num_bytes)
 
 
-def _offer(sender: Sender, endpoint: str, settings: Settings) -> dict[str, Any]:
-    return {
-        "protocol": PROTOCOL_VERSION,
-        "token": sender.update.token,
-        "endpoints": {"*": endpoint},
-        "engine": 0,
-        "connect_timeout_s": _later(settings.connect_timeout_s),
-        "idle_timeout_s": _later(settings.idle_timeout_s),
-    }
-
-
 def _later(timeout_s: float) -> float:
     """Let workers wait longer: the sender knows more of what is late, and says it better."""
     return timeout_s + min(timeout_s, WORKER_GRACE_S)
 
 
-def _early_end(results: list[Any], error: BaseException | None) -> BaseException:
+def _early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseException:
     """Return why a call ended before the update did."""
     if isinstance(error, BucketSyncError):
         return without_method(error) or error
@@ -290,6 +324,7 @@ def _early_end(results: list[Any], error: BaseException | None) -> BaseException
         )
         failure.__cause__ = error
         return failure
+    results = [] if answer is None else answer.results
     for result in results:
         wire = result.get("error") if isinstance(result, dict) else None
         if isinstance(wire, dict) and {"code", "message", "details"} <= wire.keys():
@@ -299,9 +334,7 @@ def _early_end(results: list[Any], error: BaseException | None) -> BaseException
                 dict(wire["details"]),
                 rank=result.get("rank"),
             )
-    if len(results) == 0:
-        return EngineBusyError("the engine's call returned nothing; is another update running?")
     return RemoteError(
-        f"the engine's call returned before the update ended: {results!r}; expected workers "
-        f"may be fewer than the engine has"
+        f"the engine's call returned before the update ended: {results!r}; it has fewer workers "
+        f"than were expected, or another update runs there"
     )

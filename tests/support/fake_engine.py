@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_bucketsync import serve
+from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, verdict
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
@@ -154,10 +155,11 @@ class FakeEngine:
     """The parent's end. Close it, or use it as a context manager."""
 
     is_in_process = False
+    name = "the fake engine"
 
     def __init__(self, sink: str = "recording", *, world_size: int = 1) -> None:
         self.finished: list[str] = []
-        self.pauses = 0
+        self.requests: list[UpdateRequest] = []
         self.world_size = world_size
         self._sink = sink
         self.processes: list[Any] = [None] * world_size
@@ -213,13 +215,12 @@ class FakeEngine:
             for pipe, process in zip(self._pipes, self.processes, strict=True)
         ]
 
-    @contextlib.contextmanager
-    def paused(self, *, timeout_s: float) -> Iterator[None]:
-        self.pauses += 1
-        yield
-
-    def finish(self, version: str) -> None:
-        self.finished.append(version)
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        self.requests.append(request)
+        results = self.call(UPDATE_METHOD, request.offer)
+        if verdict(results) is EngineState.COMMITTED:
+            self.finished.append(request.version)
+        return UpdateAnswer(results=results)
 
     def close(self) -> None:
         pass

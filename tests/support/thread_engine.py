@@ -6,14 +6,14 @@ test wants to look into.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from vllm_bucketsync import serve
+from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, verdict
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.messages import Open
@@ -92,6 +92,8 @@ class ThreadEngine:
         self.is_in_process = is_in_process
         self.sinks: list[Any] = []
         self.finished: list[str] = []
+        self.requests: list[UpdateRequest] = []
+        self.name = "the thread engine"
         self._make = make
         # As vLLM's workers: one call after the other, whoever asks.
         self._serial = threading.RLock()
@@ -138,12 +140,12 @@ class ThreadEngine:
         """Run a method on one worker; a test may be late with it."""
         return act(self.workers[index], *args)
 
-    @contextlib.contextmanager
-    def paused(self, *, timeout_s: float) -> Iterator[None]:
-        yield
-
-    def finish(self, version: str) -> None:
-        self.finished.append(version)
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        self.requests.append(request)
+        results = self.call(UPDATE_METHOD, request.offer)
+        if verdict(results) is EngineState.COMMITTED:
+            self.finished.append(request.version)
+        return UpdateAnswer(results=results)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest
 from vllm_bucketsync.sender import Sender
 from vllm_bucketsync.sync import WeightSync
 
@@ -30,6 +31,7 @@ def source(strike_at: int | None, number: int) -> Iterator[tuple[str, torch.Tens
 
 class _PipeEngine:
     is_in_process = False
+    name = "the test"
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -40,16 +42,15 @@ class _PipeEngine:
     def check_ready(self) -> None:
         pass
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        return UpdateAnswer(results=self._ask(UPDATE_METHOD, request.offer))
+
+    def call(self, method: str) -> list[Any]:
+        return self._ask(method)
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
         self._pipe.send((method, args))
         return list(self._pipe.recv())
-
-    @contextlib.contextmanager
-    def paused(self, *, timeout_s: float) -> Iterator[None]:
-        yield
-
-    def finish(self, version: str) -> None:
-        pass
 
     def close(self) -> None:
         pass

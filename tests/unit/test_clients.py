@@ -6,24 +6,36 @@ The server is a plain HTTP server of the test with vLLM's routes.
 from __future__ import annotations
 
 import json
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from vllm_bucketsync.clients import UPDATE_METHOD, HttpEngine, LlmEngine, connect, without_method
+from vllm_bucketsync.clients.base import (
+    UPDATE_METHOD,
+    PauseMode,
+    UpdateAnswer,
+    UpdateRequest,
+    verdict,
+    without_method,
+)
+from vllm_bucketsync.clients.connect import connect
+from vllm_bucketsync.clients.http import HttpEngine
+from vllm_bucketsync.clients.llm import LlmEngine
 from vllm_bucketsync.errors import (
     ConfigError,
     EngineAsleepError,
-    EngineState,
     EngineUnreachableError,
-    LoadError,
     UnsupportedError,
 )
 
+COMMITTED = {"rank": 0, "state": "committed"}
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 
 
@@ -41,12 +53,13 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
         self.bodies: list[Any] = []
+        self.keys: list[str | None] = []
         config = {"parallel_config": {"worker_extension_cls": EXTENSION}}
         self.answers: dict[str, tuple[int, Any]] = {
             "/server_info": (200, {"vllm_config": config}),
-            "/is_sleeping": (200, {"is_sleeping": False}),
+            "/is_paused": (200, {"is_paused": False}),
             "/get_world_size": (200, {"world_size": 4}),
-            "/collective_rpc": (200, {"results": [{"rank": 0}]}),
+            "/collective_rpc": (200, {"results": [COMMITTED]}),
             "/reset_prefix_cache": (200, {"success": True}),
         } | {
             path: (200, {})
@@ -72,11 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
-        self.server.bodies.append(json.loads(self.rfile.read(size) or b"null"))
+        if data := self.rfile.read(size):
+            self.server.bodies.append(json.loads(data))
         self._answer()
 
     def _answer(self) -> None:
         parts = urlsplit(self.path)
+        self.server.keys.append(self.headers.get("Authorization"))
         self.server.asked.append(f"{parts.path}{'?' * bool(parts.query)}{parts.query}")
         status, body = self.server.answers.get(parts.path, (404, {"detail": "Not Found"}))
         data = json.dumps(body).encode()
@@ -113,7 +128,7 @@ def test_what_is_no_base_url_is_refused_at_once(url: str) -> None:
         connect(url)
 
 
-@pytest.mark.parametrize("engine", [None, 7, object(), ["http://h"]])
+@pytest.mark.parametrize("engine", [None, 7, object(), object])
 def test_what_is_no_engine_is_refused_by_its_type(engine: object) -> None:
     with pytest.raises(ConfigError, match=f"{type(engine).__name__} is no engine"):
         connect(engine)
@@ -161,80 +176,68 @@ def test_a_server_without_the_extension_is_refused_before_its_workers_are_asked(
     assert not any("/collective_rpc" in path for path in server.asked)
 
 
-def test_a_server_that_sleeps_is_refused_with_the_way_to_wake_it(
-    server: Server, engine: HttpEngine
-) -> None:
-    server.answers["/is_sleeping"] = (200, {"is_sleeping": True})
-
-    with pytest.raises(EngineAsleepError, match="/wake_up"):
-        engine.check_ready()
-
-
 def test_the_world_size_counts_data_parallel_replicas(server: Server, engine: HttpEngine) -> None:
     assert engine.num_workers() == 4
-    assert server.asked == ["/get_world_size?include_dp=true"]
+    assert server.asked == ["/v1/bucketsync/info", "/get_world_size?include_dp=true"]
 
 
-def test_a_call_names_the_method_and_gives_its_arguments(
+def request(pause: PauseMode | None = PauseMode.WAIT, **changes: Any) -> UpdateRequest:
+    offer = {"token": "t"}
+    return UpdateRequest(offer=offer, version="7", pause=pause, timeout_s=5, **changes)
+
+
+UPDATE = "/collective_rpc"
+FINISH = [
+    "/reset_prefix_cache?reset_running_requests=true",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/update_weight_version",
+]
+
+
+def test_an_update_in_development_mode_is_one_step_after_the_other(
     server: Server, engine: HttpEngine
 ) -> None:
-    assert engine.call(UPDATE_METHOD, {"token": "t"}) == [{"rank": 0}]
-    assert server.bodies == [{"method": UPDATE_METHOD, "args": [{"token": "t"}]}]
+    for mode in PauseMode:
+        answer = engine.update(request(mode))
+
+        assert answer == UpdateAnswer(results=[COMMITTED])
+        assert server.asked[-8:] == [
+            "/is_paused",
+            f"/pause?mode={mode}",
+            UPDATE,
+            *FINISH,
+            "/resume",
+        ]
+        rpc = {"method": UPDATE_METHOD, "args": [{"token": "t"}]}
+        assert server.bodies[-2:] == [rpc, {"new_version": "7"}]
 
 
-def test_requests_wait_while_paused_and_go_on_afterwards(
-    server: Server, engine: HttpEngine
+def test_a_dry_run_pauses_nothing_and_drops_nothing(server: Server, engine: HttpEngine) -> None:
+    engine.update(request(None))
+
+    assert server.asked[1:] == [UPDATE]
+
+
+@pytest.mark.parametrize("resume_torn", [False, True])
+@pytest.mark.parametrize("state", ["unchanged", "torn", "unknown"])
+def test_an_engine_that_was_not_committed_goes_on_if_it_is_whole(
+    server: Server, engine: HttpEngine, state: str, resume_torn: bool
 ) -> None:
-    with engine.paused(timeout_s=5):
-        assert server.asked == ["/pause?mode=wait"]
-    assert server.asked == ["/pause?mode=wait", "/resume"]
+    server.answers[UPDATE] = (200, {"results": [{"state": state}]})
+
+    engine.update(request(resume_torn=resume_torn))
+
+    goes_on = resume_torn or state == "unchanged"
+    assert server.asked[2:] == ["/pause?mode=wait", UPDATE] + ["/resume"] * goes_on
 
 
-@pytest.mark.parametrize(
-    ("state", "resumes"),
-    [
-        (EngineState.UNCHANGED, True),
-        (EngineState.COMMITTED, True),
-        (None, True),
-        (EngineState.TORN, False),
-        (EngineState.UNKNOWN, False),
-    ],
-)
-def test_an_engine_goes_on_after_a_failure_only_if_it_is_whole(
-    server: Server, engine: HttpEngine, state: EngineState | None, resumes: bool
-) -> None:
-    error = LoadError("no")
-    error.engine_state = state
+def test_an_engine_that_cannot_be_paused_is_let_go_on(server: Server, engine: HttpEngine) -> None:
+    server.answers["/pause"] = (500, {"error": "no"})
 
-    with pytest.raises(LoadError), engine.paused(timeout_s=5):
-        raise error
-
-    assert ("/resume" in server.asked) is resumes
-
-
-def test_an_engine_that_cannot_be_resumed_does_not_hide_the_failure(
-    server: Server, engine: HttpEngine
-) -> None:
-    server.answers["/resume"] = (500, {"error": "no"})
-
-    with pytest.raises(LoadError) as caught, engine.paused(timeout_s=5):
-        raise LoadError("the first failure")
-
-    assert "could not be resumed" in caught.value.__notes__[0]
-
-
-def test_every_cache_is_dropped_and_the_version_recorded(
-    server: Server, engine: HttpEngine
-) -> None:
-    engine.finish("step-7")
-
-    assert server.asked == [
-        "/reset_prefix_cache?reset_running_requests=true",
-        "/reset_mm_cache",
-        "/reset_encoder_cache",
-        "/update_weight_version",
-    ]
-    assert server.bodies[-1] == {"new_version": "step-7"}
+    with pytest.raises(EngineUnreachableError, match="/pause answered 500"):
+        engine.update(request())
+    assert server.asked[2:] == ["/pause?mode=wait", "/resume"]
 
 
 def test_a_server_without_weight_versions_is_served_as_well(
@@ -242,16 +245,69 @@ def test_a_server_without_weight_versions_is_served_as_well(
 ) -> None:
     del server.answers["/update_weight_version"]
 
-    engine.finish("step-7")
+    assert engine.update(request()).drops_caches
 
 
-def test_a_prefix_cache_that_could_not_be_reset_is_an_error(
-    server: Server, engine: HttpEngine
-) -> None:
+def test_a_prefix_cache_that_could_not_be_reset_is_said(server: Server, engine: HttpEngine) -> None:
     server.answers["/reset_prefix_cache"] = (200, {"success": False})
 
-    with pytest.raises(EngineUnreachableError, match="old cache entries"):
-        engine.finish("step-7")
+    assert not engine.update(request()).drops_caches
+
+
+def test_our_route_is_used_where_there_is_one_and_sees_an_update_through(
+    server: Server,
+) -> None:
+    info = {"num_workers": 3, "worker_extension_cls": EXTENSION}
+    server.answers = {
+        "/v1/bucketsync/info": (200, info),
+        "/v1/bucketsync/update": (200, {"results": [COMMITTED], "drops_caches": True}),
+        "/v1/bucketsync/status": (200, {"results": [{"rank": 0}]}),
+        "/v1/bucketsync/release": (200, {"results": [{"rank": 0}]}),
+    }
+    engine = HttpEngine(server.url, api_key="secret")
+    engine.check_ready()
+
+    assert engine.name == f"{server.url} (bucketsync_http)"
+    assert engine.num_workers() == 3
+    assert engine.update(request(PauseMode.KEEP)) == UpdateAnswer(results=[COMMITTED])
+    body = {"offer": {"token": "t"}, "version": "7", "pause": "keep", "resume_torn": False}
+    assert server.bodies == [body]
+    assert engine.call("bucketsync_status") == engine.call("bucketsync_release") == [{"rank": 0}]
+    assert set(server.keys) == {"Bearer secret"}
+    engine.close()
+
+
+def test_a_wrong_key_says_what_to_pass(server: Server, engine: HttpEngine) -> None:
+    server.answers["/v1/bucketsync/info"] = (401, {"error": "Unauthorized"})
+
+    with pytest.raises(EngineUnreachableError, match="api_key="):
+        engine.check_ready()
+
+
+def test_a_server_behind_a_unix_socket_is_asked() -> None:
+    path = Path(tempfile.mkdtemp(prefix="bs-")) / "s"
+
+    class UnixServer(Server):
+        address_family = socket.AF_UNIX
+
+        def server_bind(self) -> None:
+            self.socket.bind(str(path))
+
+    found = UnixServer()
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    engine = HttpEngine(f"unix://{path}")
+    try:
+        engine.check_ready()
+        assert engine.num_workers() == 4
+        assert engine.name == f"unix://{path} (development mode)"
+    finally:
+        engine.close()
+        found.shutdown()
+        thread.join(5)
+        found.server_close()
+        path.unlink()
+        path.parent.rmdir()
 
 
 def test_a_worker_without_the_method_is_told_from_other_failures() -> None:
@@ -283,9 +339,9 @@ class FakeLlm:
     def is_sleeping(self) -> bool:
         return self.sleeps
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
-        return [{"rank": 0}]
+        return [COMMITTED]
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         self.calls.append("prefix")
@@ -307,21 +363,21 @@ class _Client:
 
 def test_an_llm_is_asked_through_its_own_methods() -> None:
     llm = FakeLlm()
-    engine = connect(llm)
+    [engine] = connect(llm)
     engine.check_ready()
 
     assert isinstance(engine, LlmEngine)
     assert not engine.is_in_process
     assert engine.num_workers() == 4
-    assert engine.call("m", 1) == [{"rank": 0}]
-    with engine.paused(timeout_s=1):
-        engine.finish("v")
+    assert engine.call("m") == [COMMITTED]
+    assert engine.update(request()) == UpdateAnswer(results=[COMMITTED])
     engine.close()
-    assert llm.calls == [("m", (1,)), "prefix", "mm", "encoder", "v"]
+    update = (UPDATE_METHOD, ({"token": "t"},))
+    assert llm.calls == [("m", ()), update, "prefix", "mm", "encoder", "7"]
 
 
 def test_an_in_process_llm_is_known_by_the_worker_that_it_drives() -> None:
-    engine = connect(FakeLlm(is_in_process=True))
+    [engine] = connect(FakeLlm(is_in_process=True))
 
     assert engine.is_in_process
     assert engine.num_workers() == 1
@@ -332,8 +388,18 @@ def test_an_llm_that_cannot_be_updated_says_why() -> None:
     asleep.sleeps, stuck.resets_prefix_cache = True, False
 
     with pytest.raises(EngineAsleepError, match="wake_up"):
-        connect(asleep).check_ready()
+        connect(asleep)[0].check_ready()
     with pytest.raises(UnsupportedError, match="--worker-extension-cls"):
-        connect(plain).check_ready()
-    with pytest.raises(EngineUnreachableError, match="reset_prefix_cache"):
-        connect(stuck).finish("v")
+        connect(plain)[0].check_ready()
+    assert not connect(stuck)[0].update(request()).drops_caches
+
+
+def test_an_engine_holds_what_all_of_its_workers_hold_or_is_torn_or_unknown() -> None:
+    def of(*states: str | None) -> str:
+        return verdict([{"state": state} for state in states])
+
+    assert of("committed", "committed") == "committed"
+    assert of("unchanged") == "unchanged"
+    assert of("committed", "torn") == of("torn", "unchanged") == "torn"
+    assert of() == of(None) == of("committed", "unchanged") == of("committed", None) == "unknown"
+    assert verdict([None, "boom"]) == "unknown"

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from vllm_bucketsync import serve
-from vllm_bucketsync.clients import UPDATE_METHOD
+from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest
 from vllm_bucketsync.errors import EngineUnreachableError
 from vllm_bucketsync.messages import Open
 from vllm_bucketsync.sinks import DiscardSink, Sink
@@ -42,9 +42,11 @@ class WorkerProcess:
 
     Attributes:
         is_in_process: ``False``: updates go through shared memory.
+        name: What messages call it.
     """
 
     is_in_process = False
+    name = "the benchmark's worker"
 
     def __init__(self, *, model_bytes: int, num_threads: int) -> None:
         """Start the process, and return when it answers.
@@ -109,12 +111,9 @@ class WorkerProcess:
             raise self._gone(method) from error
         raise self._gone(method)
 
-    def paused(self, *, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-        """See ``Engine``: there are no requests."""
-        return contextlib.nullcontext()
-
-    def finish(self, version: str) -> None:
-        """See ``Engine``: there are no caches."""
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        """See ``Engine``: there are no requests and no caches."""
+        return UpdateAnswer(results=self.call(UPDATE_METHOD, request.offer))
 
     def close(self) -> None:
         """See ``Engine``: the process goes on."""

@@ -1,0 +1,314 @@
+"""Proves what our routes accept, what they refuse, and what they ask of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client import REGISTRY
+
+from vllm_bucketsync.endpoint import MAX_BODY_BYTES, Endpoint
+from vllm_bucketsync.messages import PROTOCOL_VERSION
+
+OFFER = {
+    "protocol": PROTOCOL_VERSION,
+    "token": "t",
+    "endpoints": {"*": "ipc:///x"},
+    "engine": 0,
+    "connect_timeout_s": 1.0,
+    "idle_timeout_s": 1.0,
+}
+UPDATE = {"offer": OFFER, "version": "17"}
+GOOD = {"ok": True, "state": "committed", "num_tensors": 3, "num_bytes": 100}
+CALL = ("update_weights_from_bucket", OFFER)
+FINISH = ["prefix True", "mm", "encoder", "version 17"]
+WHOLE = ["pause wait", CALL, *FINISH, "resume"]
+TORN = {"ok": False, "state": "torn", "num_tensors": 0, "num_bytes": 0}
+
+
+class FakeEngineClient:
+    """What the routes use of vLLM's ``EngineClient``."""
+
+    def __init__(self) -> None:
+        self.vllm_config = self
+        self.parallel_config = self
+        self.world_size_across_dp = 2
+        self.worker_extension_cls = "vllm_bucketsync.WorkerExtension"
+        self.results: list[dict[str, Any]] = [GOOD, GOOD]
+        self.resets = True
+        self.is_held = False
+        self.asked: list[Any] = []
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.asked.append((method, *args))
+        await asyncio.sleep(0)
+        return self.results
+
+    async def is_paused(self) -> bool:
+        return self.is_held
+
+    async def pause_generation(self, *, mode: str) -> None:
+        self.asked.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.asked.append("resume")
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        self.asked.append(f"prefix {reset_running_requests}")
+        return self.resets
+
+    async def reset_mm_cache(self) -> None:
+        self.asked.append("mm")
+
+    async def reset_encoder_cache(self) -> None:
+        self.asked.append("encoder")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.asked.append(f"version {version}")
+
+    async def get_weight_version(self) -> str:
+        return "default"
+
+
+@pytest.fixture
+def engine() -> FakeEngineClient:
+    return FakeEngineClient()
+
+
+@pytest.fixture
+def server(engine: FakeEngineClient) -> Iterator[TestClient]:
+    app, endpoint = FastAPI(), Endpoint()
+    endpoint.attach_router(app)
+    asyncio.run(endpoint.init_state(engine, app.state, Namespace()))
+    with TestClient(app, base_url="http://test/v1/bucketsync") as found:
+        yield found
+
+
+def metric(name: str) -> float:
+    return REGISTRY.get_sample_value(f"vllm_bucketsync_{name}") or 0.0
+
+
+def test_a_trainer_learns_what_it_has_to_know(server: TestClient) -> None:
+    found = server.get("info").json()
+
+    assert found["num_workers"] == 2
+    assert found["protocol"] == PROTOCOL_VERSION
+    assert found["worker_extension_cls"] == "vllm_bucketsync.WorkerExtension"
+    assert found["is_paused"] is False
+    assert found["weight_version"] == "default"
+
+
+def test_an_update_goes_to_every_worker_and_is_counted(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    before = {name: metric(name) for name in ("updates_total", "bytes_total", "tensors_total")}
+
+    answer = server.post("update", json=UPDATE)
+
+    assert answer.json() == {"results": [GOOD, GOOD], "drops_caches": True}
+    assert engine.asked == WHOLE
+    assert metric("version") == 17
+    after = {name: metric(name) - value for name, value in before.items()}
+    assert after == {"updates_total": 1, "bytes_total": 100, "tensors_total": 3}
+
+
+def test_a_failed_update_is_an_answer_and_is_counted(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    engine.results = [GOOD, TORN]
+    failures = metric("failures_total")
+
+    answer = server.post("update", json=UPDATE)
+    assert answer.json() == {"results": [GOOD, TORN], "drops_caches": True}
+    assert metric("failures_total") == failures + 1
+    assert metric("torn") == 1
+
+    engine.results = [GOOD, GOOD]
+    server.post("update", json=UPDATE)
+    assert metric("torn") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "no update"),
+        (b"{", "no update"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "missing required field"),
+        (b'{"offer": {"protocol": "1"}}', "Expected `int`"),
+        (b"\xff\xfe", "no update"),
+        (b"[" * 60_000, "no update"),
+        (b'{"more": 1}', "unknown field"),
+    ],
+)
+def test_a_body_that_is_no_offer_is_refused_with_what_is_wrong(
+    server: TestClient, engine: FakeEngineClient, body: bytes, text: str
+) -> None:
+    answer = server.post("update", content=body)
+
+    assert answer.status_code == 422
+    assert text in answer.json()["detail"]
+    assert engine.asked == []
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read_to_its_end(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += MAX_BODY_BYTES
+            yield b" " * MAX_BODY_BYTES
+
+    for path in ("update", "finish"):
+        assert server.post(path, content=endless()).status_code == 413
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("path", ["update", "status", "release"])
+def test_workers_without_the_extension_are_never_asked(
+    server: TestClient, engine: FakeEngineClient, path: str
+) -> None:
+    engine.worker_extension_cls = ""
+
+    answer = server.post(path, json=UPDATE)
+
+    assert answer.status_code == 409
+    assert "--worker-extension-cls" in answer.json()["detail"]
+    assert engine.asked == []
+
+
+def test_pause_takes_vllms_words_only(server: TestClient, engine: FakeEngineClient) -> None:
+    for mode in ("wait", "abort", "keep"):
+        assert server.post("pause", params={"mode": mode}).status_code == 200
+    assert server.post("pause").status_code == 200
+    assert server.post("resume").status_code == 200
+    refused = server.post("pause", params={"mode": "stop"})
+
+    assert refused.status_code == 422
+    assert "wait, abort, keep" in refused.json()["detail"]
+    assert engine.asked == ["pause wait", "pause abort", "pause keep", "pause wait", "resume"]
+
+
+STATES = ["committed", "unchanged", "torn", "unknown", None]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("resume_torn", [False, True])
+def test_an_engine_goes_on_if_it_is_whole_and_is_cleaned_if_it_is_new(
+    server: TestClient, engine: FakeEngineClient, state: str | None, resume_torn: bool
+) -> None:
+    engine.results = [GOOD | {"state": state}]
+
+    server.post("update", json=UPDATE | {"pause": "keep", "resume_torn": resume_torn})
+
+    expected = ["pause keep", CALL]
+    expected += FINISH if state == "committed" else []
+    expected += ["resume"] if resume_torn or state in {"committed", "unchanged"} else []
+    assert engine.asked == expected
+
+
+@pytest.mark.parametrize(("was_torn", "goes_on"), [(False, False), (True, True)])
+def test_an_engine_that_was_paused_before_goes_on_only_if_it_was_mended(
+    server: TestClient, engine: FakeEngineClient, was_torn: bool, goes_on: bool
+) -> None:
+    engine.is_held = True
+    engine.results = [GOOD | {"was_torn": was_torn}]
+
+    server.post("update", json=UPDATE)
+
+    assert ("resume" in engine.asked) is goes_on
+
+
+def test_a_dry_run_pauses_nothing_and_drops_nothing(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    updates = metric("updates_total")
+
+    server.post("update", json=UPDATE | {"pause": None})
+
+    assert engine.asked == [CALL]
+    assert metric("updates_total") == updates
+
+
+def test_a_cache_that_could_not_be_dropped_is_said(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    engine.resets = False
+
+    assert server.post("update", json=UPDATE).json()["drops_caches"] is False
+    assert engine.asked == WHOLE
+
+
+def test_an_update_is_seen_through_when_whoever_asked_has_gone(engine: FakeEngineClient) -> None:
+    app, endpoint = FastAPI(), Endpoint()
+    endpoint.attach_router(app)
+
+    async def run() -> None:
+        await endpoint.init_state(engine, app.state, Namespace())
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asking = asyncio.create_task(client.post("/v1/bucketsync/update", json=UPDATE))
+            while not engine.asked:
+                await asyncio.sleep(0)
+            asking.cancel()
+            while app.state.bucketsync.running:
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+    assert engine.asked == WHOLE
+
+
+def test_finish_drops_every_cache_and_records_the_version(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    assert server.post("finish", json={"version": "17"}).json() == {"success": True}
+    assert engine.asked == FINISH
+
+    engine.resets = False
+    assert server.post("finish", json={"version": "17"}).json() == {"success": False}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"version": 7}, {"version": "7", "more": 1}, {"version": "v" * 257}]
+)
+def test_a_version_that_is_none_is_refused(
+    server: TestClient, engine: FakeEngineClient, body: dict[str, Any]
+) -> None:
+    assert server.post("finish", json=body).status_code == 422
+    assert engine.asked == []
+
+
+def test_a_second_update_at_the_same_time_is_refused(engine: FakeEngineClient) -> None:
+    app, endpoint = FastAPI(), Endpoint()
+    endpoint.attach_router(app)
+
+    async def run() -> list[int]:
+        await endpoint.init_state(engine, app.state, Namespace())
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answers = await asyncio.gather(
+                *(client.post("/v1/bucketsync/update", json=UPDATE) for _ in range(3))
+            )
+        return sorted(answer.status_code for answer in answers)
+
+    assert asyncio.run(run()) == [200, 409, 409]
+    assert engine.asked == WHOLE
+
+
+def test_the_server_is_asked_for_nothing_outside_of_what_its_key_guards() -> None:
+    app = FastAPI()
+    Endpoint().attach_router(app)
+
+    ours = [route.path for route in app.routes if "bucketsync" in getattr(route, "path", "")]  # type: ignore[attr-defined]
+    assert len(ours) == 7
+    assert all(path.startswith("/v1/bucketsync/") for path in ours)

@@ -1,0 +1,105 @@
+"""A ``vllm.AsyncLLM`` of this process, asked through its own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Coroutine
+from typing import Any
+
+from ..errors import ConfigError, EngineUnreachableError
+from . import online
+from .base import UpdateAnswer, UpdateRequest, without_extension
+
+# Control requests only; the update itself has deadlines of its own and no timeout here.
+REQUEST_TIMEOUT_S = 60.0
+
+
+class AsyncLlmEngine:
+    """Hands every question to the loop that the engine runs on, and waits for the answer.
+
+    Attributes:
+        is_in_process: Never: an ``AsyncLLM`` has its engine in another process.
+        name: What messages call it.
+    """
+
+    is_in_process = False
+    name = "the AsyncLLM"
+
+    def __init__(self, llm: Any) -> None:
+        """Take note of the engine, and of the loop if it is the running one.
+
+        Args:
+            llm: The engine. Its loop is the one that runs here, or else the one that
+                its own tasks run on.
+        """
+        self._llm = llm
+        self._config = llm.vllm_config.parallel_config
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+
+    def num_workers(self) -> int:
+        """Return tensor times pipeline parallel size, times the replicas it drives."""
+        replicas = getattr(self._llm.engine_core, "engine_ranks_managed", [0])
+        return int(self._config.world_size) * max(1, len(replicas))
+
+    def check_ready(self) -> None:
+        """See ``Engine``. Whether weights are asleep only the workers can tell."""
+        self._running_loop()
+        if not self._config.worker_extension_cls:
+            raise without_extension("the AsyncLLM has no worker_extension_cls")
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        """See ``Engine``."""
+        answer: UpdateAnswer = self._ask(online.update(self._llm, request), timeout_s=None)
+        return answer
+
+    def call(self, method: str) -> list[Any]:
+        """See ``Engine``."""
+        return list(self._ask(self._llm.collective_rpc(method), timeout_s=None))
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+    def _ask(
+        self, question: Coroutine[Any, Any, Any], *, timeout_s: float | None = REQUEST_TIMEOUT_S
+    ) -> Any:
+        try:
+            loop = self._running_loop()
+        except ConfigError:
+            question.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(question, loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            if future.done():
+                raise
+            future.cancel()
+            raise EngineUnreachableError(
+                f"{self.name} did not answer within {timeout_s:g} s; its event loop is blocked, "
+                f"or its requests take longer",
+                url=self.name,
+            ) from error
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            task = getattr(self._llm, "output_handler", None)
+            self._loop = None if task is None else task.get_loop()
+        if self._loop is None or not self._loop.is_running():
+            raise ConfigError(
+                "the AsyncLLM's event loop does not run; make the WeightSync inside the loop "
+                "that the engine was made on, and keep it running"
+            )
+        try:
+            is_own = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            is_own = False
+        if is_own:
+            raise ConfigError(
+                "push would wait for the very event loop that it blocks; await apush(...), or "
+                "push from another thread"
+            )
+        return self._loop

@@ -1,0 +1,272 @@
+"""A vLLM server: asked through our own route, or through vLLM's development mode.
+
+Which of the two a server has is found out with the first question. Ours is guarded by
+the server's API key; vLLM's is not guarded at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+
+from ..errors import ConfigError, EngineState, EngineUnreachableError
+from .base import (
+    RELEASE_METHOD,
+    STATUS_METHOD,
+    UPDATE_METHOD,
+    UpdateAnswer,
+    UpdateRequest,
+    may_resume,
+    verdict,
+    without_extension,
+)
+
+# Control requests only; the update itself has deadlines of its own and no timeout here.
+REQUEST_TIMEOUT_S = 60.0
+PREFIX = "/v1/bucketsync"
+
+
+class HttpEngine:
+    """Asks a server. Opens connections when it first asks.
+
+    Attributes:
+        is_in_process: Never.
+    """
+
+    is_in_process = False
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        """Take note of the server; nothing is asked yet.
+
+        Args:
+            url: Its base URL, a root path included, or ``unix:///path/of/its/socket``.
+            api_key: What it was started with.
+
+        Raises:
+            ConfigError: The URL is not one of a server.
+        """
+        self._http = _Http(url, api_key=api_key)
+        self._routes: _Routes | None = None
+
+    @property
+    def name(self) -> str:
+        """The server's URL, and how it is asked once that is known."""
+        how = "" if self._routes is None else f" ({self._routes.kind})"
+        return self._http.url + how
+
+    def num_workers(self) -> int:
+        """Return the server's world size, data parallelism included."""
+        return self._found().num_workers()
+
+    def check_ready(self) -> None:
+        """See ``Engine``. Whether weights are asleep only the workers can tell.
+
+        vLLM calls a paused engine asleep as well, and a torn one stays paused.
+        """
+        routes = self._found()
+        if not routes.extension():
+            raise without_extension(f"{self._http.url} has no worker_extension_cls")
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        """See ``Engine``."""
+        return self._found().update(request)
+
+    def call(self, method: str) -> list[Any]:
+        """See ``Engine``."""
+        return self._found().call(method)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _found(self) -> _Routes:
+        """Return the server's routes, found out with the first question."""
+        if self._routes is None:
+            answer = self._http.ask("GET", f"{PREFIX}/info", allowed=(httpx.codes.NOT_FOUND,))
+            is_ours = answer.status_code != httpx.codes.NOT_FOUND
+            self._routes = _OurRoutes(self._http) if is_ours else _DevelopmentRoutes(self._http)
+        return self._routes
+
+
+class _Routes(Protocol):
+    """What differs between the two ways to ask a server."""
+
+    kind: str
+
+    def num_workers(self) -> int: ...
+
+    def extension(self) -> str: ...
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer: ...
+
+    def call(self, method: str) -> list[Any]: ...
+
+
+class _OurRoutes:
+    """``bucketsync_http``, see ``endpoint.py``."""
+
+    kind = "bucketsync_http"
+    _METHODS: ClassVar = {STATUS_METHOD: "status", RELEASE_METHOD: "release"}
+
+    def __init__(self, http: _Http) -> None:
+        self._http = http
+
+    def num_workers(self) -> int:
+        return int(self._info()["num_workers"])
+
+    def extension(self) -> str:
+        return str(self._info()["worker_extension_cls"])
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        """Ask for all of it at once: the server sees it through, with or without us."""
+        body = {
+            "offer": request.offer,
+            "version": request.version,
+            "pause": request.pause,
+            "resume_torn": request.resume_torn,
+        }
+        answer = self._http.ask("POST", f"{PREFIX}/update", json=body, timeout=None).json()
+        return UpdateAnswer(results=answer["results"], drops_caches=answer["drops_caches"])
+
+    def call(self, method: str) -> list[Any]:
+        path = f"{PREFIX}/{self._METHODS[method]}"
+        return list(self._http.ask("POST", path, timeout=None).json()["results"])
+
+    def _info(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._http.ask("GET", f"{PREFIX}/info").json()
+        return found
+
+
+class _DevelopmentRoutes:
+    """vLLM's own, which exist only with ``VLLM_SERVER_DEV_MODE=1``."""
+
+    kind = "development mode"
+
+    def __init__(self, http: _Http) -> None:
+        self._http = http
+        self._extension: str | None = None
+
+    def num_workers(self) -> int:
+        answer = self._http.ask("GET", "/get_world_size", params={"include_dp": "true"})
+        return int(answer.json()["world_size"])
+
+    def extension(self) -> str:
+        if self._extension is None:
+            # Asked once: the server collects its whole environment for the answer.
+            answer = self._http.ask("GET", "/server_info", params={"config_format": "json"})
+            parallel = answer.json().get("vllm_config", {}).get("parallel_config", {})
+            self._extension = str(parallel.get("worker_extension_cls") or "")
+        return self._extension
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        """Ask for one step after the other. A trainer that dies leaves the server paused."""
+        if request.pause is None:
+            return UpdateAnswer(results=self._call(UPDATE_METHOD, request.offer))
+        results: list[Any] = []
+        state = EngineState.UNCHANGED
+        was_paused = bool(self._http.ask("GET", "/is_paused").json()["is_paused"])
+        try:
+            self._http.ask(
+                "POST", "/pause", params={"mode": str(request.pause)}, timeout=request.timeout_s
+            )
+            state = EngineState.UNKNOWN
+            results = self._call(UPDATE_METHOD, request.offer)
+            state = verdict(results)
+            drops_caches = state is not EngineState.COMMITTED or self._finish(request.version)
+        finally:
+            resume_torn = request.resume_torn
+            if may_resume(state, results, was_paused=was_paused, resume_torn=resume_torn):
+                self._http.ask("POST", "/resume")
+        return UpdateAnswer(results=results, drops_caches=drops_caches)
+
+    def call(self, method: str) -> list[Any]:
+        return self._call(method)
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        body = {"method": method, "args": list(args)}
+        answer = self._http.ask("POST", "/collective_rpc", json=body, timeout=None)
+        return list(answer.json().get("results", []))
+
+    def _finish(self, version: str) -> bool:
+        params = {"reset_running_requests": "true"}
+        answer = self._http.ask("POST", "/reset_prefix_cache", params=params)
+        # Older servers answer without a body.
+        is_empty = bool(answer.json().get("success", True)) if answer.content else True
+        missing = (httpx.codes.NOT_FOUND,)
+        self._http.ask("POST", "/reset_mm_cache")
+        self._http.ask("POST", "/reset_encoder_cache", allowed=missing)
+        body = {"new_version": version}
+        self._http.ask("POST", "/update_weight_version", json=body, allowed=missing)
+        return is_empty
+
+
+class _Http:
+    """Requests to one server, with every failure made an error of ours.
+
+    Attributes:
+        url: The server, for people.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None) -> None:
+        parts = urlsplit(url)
+        is_socket = parts.scheme == "unix" and parts.path.startswith("/")
+        if not is_socket and (parts.scheme not in {"http", "https"} or not parts.netloc):
+            raise ConfigError(
+                f"{url!r} is no base URL of a server; expected one such as "
+                f"'http://localhost:8000', or 'unix:///path/of/the/socket'"
+            )
+        self.url = url.rstrip("/")
+        # An environment's proxy is for the world, not for the engine on this host.
+        self._http = httpx.Client(
+            base_url="http://localhost" if is_socket else self.url,
+            transport=httpx.HTTPTransport(uds=parts.path) if is_socket else None,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+        )
+
+    def ask(
+        self, method: str, path: str, *, allowed: tuple[int, ...] = (), **options: Any
+    ) -> httpx.Response:
+        """Return the answer.
+
+        Args:
+            method: HTTP's.
+            path: Below the base URL.
+            allowed: Answers that are no failure, beside a success.
+            options: httpx's.
+
+        Raises:
+            EngineUnreachableError: There is none, or it is a refusal.
+        """
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise EngineUnreachableError(
+                f"{method} {self.url}{path}: {error or type(error).__name__}; is the server up, "
+                f"and is this its base URL?",
+                url=self.url,
+            ) from error
+        if answer.is_success or answer.status_code in allowed:
+            return answer
+        raise EngineUnreachableError(
+            f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:300]!r}; "
+            f"{_advice(answer.status_code)}",
+            url=self.url,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _advice(status: int) -> str:
+    if status in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+        return "pass the server's key as api_key="
+    if status == httpx.codes.NOT_FOUND:
+        return (
+            "start the server with VLLM_PLUGINS=bucketsync,bucketsync_http, or with "
+            "VLLM_SERVER_DEV_MODE=1, and check the base URL"
+        )
+    return "look at the server's log"

@@ -1,0 +1,66 @@
+"""A ``vllm.LLM`` of this process, with its workers in it or in others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import EngineState
+from .base import (
+    UPDATE_METHOD,
+    UpdateAnswer,
+    UpdateRequest,
+    asleep,
+    verdict,
+    without_extension,
+)
+
+
+class LlmEngine:
+    """Asks an ``LLM`` through its own methods.
+
+    Attributes:
+        is_in_process: Whether its worker runs on the calling thread.
+        name: What messages call it.
+    """
+
+    name = "the LLM"
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._config = llm.llm_engine.vllm_config.parallel_config
+        # vLLM's in-process client holds the engine core itself, the others its address.
+        core = getattr(llm.llm_engine, "engine_core", None)
+        executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
+        self.is_in_process = hasattr(executor, "driver_worker") and self.num_workers() == 1
+
+    def num_workers(self) -> int:
+        """Return tensor times pipeline parallel size, times the replicas it drives."""
+        replicas = getattr(self._llm.llm_engine.engine_core, "engine_ranks_managed", [0])
+        return int(self._config.world_size) * max(1, len(replicas))
+
+    def check_ready(self) -> None:
+        """See ``Engine``."""
+        if not self._config.worker_extension_cls:
+            raise without_extension("the LLM has no worker_extension_cls")
+        if self._llm.llm_engine.is_sleeping():
+            raise asleep(self.name, how="llm.wake_up()")
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        """See ``Engine``. An ``LLM`` runs requests only while it is asked to: no pause."""
+        results = list(self._llm.collective_rpc(UPDATE_METHOD, args=(request.offer,)))
+        if verdict(results) is not EngineState.COMMITTED:
+            return UpdateAnswer(results=results)
+        engine = self._llm.llm_engine
+        drops_caches = bool(engine.reset_prefix_cache(reset_running_requests=True))
+        engine.reset_mm_cache()
+        engine.reset_encoder_cache()
+        if hasattr(engine, "set_weight_version"):
+            engine.set_weight_version(request.version)
+        return UpdateAnswer(results=results, drops_caches=drops_caches)
+
+    def call(self, method: str) -> list[Any]:
+        """See ``Engine``."""
+        return list(self._llm.collective_rpc(method))
+
+    def close(self) -> None:
+        """Hold nothing."""

@@ -1,0 +1,61 @@
+"""How an online engine is updated: held back, changed, cleaned, let go on.
+
+For whoever holds vLLM's ``EngineClient`` on its event loop: an ``AsyncLLM`` of the
+trainer's process, and our route inside an API server. There the whole sequence is one
+request, so a trainer that dies in the middle leaves no engine paused that is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..errors import EngineState
+from .base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, may_resume, verdict
+
+logger = logging.getLogger(__name__)
+
+
+async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
+    """Run one update, on the engine's own loop.
+
+    Args:
+        engine: vLLM's ``EngineClient``.
+        request: What is asked for.
+    """
+    if request.pause is None:
+        return UpdateAnswer(results=await _call(engine, request))
+    results: list[Any] = []
+    state = EngineState.UNCHANGED
+    was_paused = await engine.is_paused()
+    try:
+        await engine.pause_generation(mode=str(request.pause))
+        state = EngineState.UNKNOWN
+        results = await _call(engine, request)
+        state = verdict(results)
+        drops_caches = state is not EngineState.COMMITTED or await finish(engine, request.version)
+    finally:
+        resume_torn = request.resume_torn
+        if may_resume(state, results, was_paused=was_paused, resume_torn=resume_torn):
+            await engine.resume_generation()
+        else:
+            logger.warning("the engine stays paused: its weights are %s", state)
+    return UpdateAnswer(results=results, drops_caches=drops_caches)
+
+
+async def finish(engine: Any, version: str) -> bool:
+    """Drop what was computed with the old weights, and record the version.
+
+    Returns:
+        Whether the prefix cache is empty.
+    """
+    is_empty = await engine.reset_prefix_cache(reset_running_requests=True)
+    await engine.reset_mm_cache()
+    await engine.reset_encoder_cache()
+    if hasattr(engine, "update_weight_version"):
+        await engine.update_weight_version(version)
+    return bool(is_empty)
+
+
+async def _call(engine: Any, request: UpdateRequest) -> list[Any]:
+    return list(await engine.collective_rpc(UPDATE_METHOD, args=(request.offer,)))

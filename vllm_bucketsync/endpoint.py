@@ -1,0 +1,252 @@
+"""``bucketsync_http``: the routes by which a trainer updates an online server.
+
+An entry point of ``vllm.endpoint_plugins``; vLLM loads it in its API servers only, and
+only where ``VLLM_PLUGINS`` names it. Everything lies under ``/v1/``, which is what vLLM
+guards with the server's API key. The routes reach the engine as vLLM's own do, through
+``EngineClient``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from argparse import Namespace
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from prometheus_client import Counter, Gauge, Histogram
+
+from . import __version__
+from .clients import online
+from .clients.base import PauseMode, UpdateAnswer, UpdateRequest
+from .messages import PROTOCOL_VERSION
+from .serve import Offer
+
+logger = logging.getLogger(__name__)
+
+# An offer is a few hundred bytes.
+MAX_BODY_BYTES = 64 * 1024
+MAX_VERSION_CHARS = 256
+
+router = APIRouter(prefix="/v1/bucketsync", tags=["bucketsync"])
+
+
+class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One update: what the workers get, and what happens around it."""
+
+    offer: Offer
+    version: Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
+    pause: PauseMode | None = PauseMode.WAIT
+    resume_torn: bool = False
+
+
+class _Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the engine's new weights are called."""
+
+    version: Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
+
+
+class Endpoint:
+    """What vLLM makes of the entry point.
+
+    Attributes:
+        name: What ``VLLM_PLUGINS`` calls it.
+        required_tasks: Only servers with an engine that generates.
+    """
+
+    name = "bucketsync_http"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; called once while the server is built."""
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep the engine for the routes; called once before the server listens."""
+        state.bucketsync = _State(engine_client)
+
+
+class _State:
+    """What the routes of one API server share.
+
+    Attributes:
+        engine: vLLM's ``EngineClient``.
+        metrics: On the server's own ``/metrics``.
+        running: The update that runs, if there is one; nobody may be waiting for it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.metrics = _metrics()
+        self.running: set[asyncio.Task[UpdateAnswer]] = set()
+
+
+class _Metrics:
+    """Counters of this process, in the registry that vLLM serves at ``/metrics``."""
+
+    def __init__(self) -> None:
+        name = "vllm_bucketsync"
+        self.seconds = Histogram(f"{name}_update_seconds", "Seconds of an update on the engine")
+        self.updates = Counter(f"{name}_updates", "Updates that were committed")
+        self.failures = Counter(f"{name}_failures", "Updates that were not committed")
+        self.bytes = Counter(f"{name}_bytes", "Bytes loaded by each worker")
+        self.tensors = Counter(f"{name}_tensors", "Tensors loaded by each worker")
+        # Of several API servers the one that was asked last knows.
+        self.torn = Gauge(
+            f"{name}_torn",
+            "1 while a worker holds part of an update",
+            multiprocess_mode="mostrecent",
+        )
+        self.version = Gauge(
+            f"{name}_version",
+            "Version of the weights, where it is a number",
+            multiprocess_mode="mostrecent",
+        )
+
+    def note(self, results: list[dict[str, Any]], *, version: str, seconds: float) -> None:
+        """Take note of an update's outcome, as the workers returned it."""
+        self.seconds.observe(seconds)
+        is_good = bool(results) and all(result.get("ok") for result in results)
+        (self.updates if is_good else self.failures).inc()
+        if is_good:
+            self.bytes.inc(results[0]["num_bytes"])
+            self.tensors.inc(results[0]["num_tensors"])
+            with contextlib.suppress(ValueError):
+                self.version.set(float(version))
+        self.torn.set(any(result.get("state") == "torn" for result in results))
+
+
+@functools.cache
+def _metrics() -> _Metrics:
+    """Return this process's metrics: a registry takes each name once."""
+    return _Metrics()
+
+
+@router.get("/info")
+async def info(request: Request) -> dict[str, Any]:
+    """Say what a trainer has to know before it asks for an update."""
+    engine = _state(request).engine
+    parallel = engine.vllm_config.parallel_config
+    return {
+        "protocol": PROTOCOL_VERSION,
+        "plugin_version": __version__,
+        "num_workers": parallel.world_size_across_dp,
+        "worker_extension_cls": parallel.worker_extension_cls or "",
+        "is_paused": bool(await engine.is_paused()),
+        "weight_version": await _weight_version(engine),
+    }
+
+
+@router.post("/update")
+async def update(request: Request) -> dict[str, Any]:
+    """Run one update: pause, every worker, caches, version, resume.
+
+    Seen through to its end even if whoever asked has gone.
+    """
+    state = _state(request)
+    body = await _body(request, _Update)
+    _require_extension(state)
+    if state.running:
+        raise HTTPException(409, "another update runs on this server; wait for its end")
+    running = asyncio.create_task(_run(state, body))
+    state.running.add(running)
+    running.add_done_callback(state.running.discard)
+    answer = await asyncio.shield(running)
+    return {"results": answer.results, "drops_caches": answer.drops_caches}
+
+
+async def _run(state: _State, body: _Update) -> UpdateAnswer:
+    begin_s = time.monotonic()
+    answer = await online.update(
+        state.engine,
+        UpdateRequest(
+            offer=msgspec.to_builtins(body.offer),
+            version=body.version,
+            pause=body.pause,
+            resume_torn=body.resume_torn,
+            timeout_s=body.offer.connect_timeout_s,
+        ),
+    )
+    if body.pause is not None:
+        seconds = time.monotonic() - begin_s
+        state.metrics.note(answer.results, version=body.version, seconds=seconds)
+    return answer
+
+
+@router.post("/status")
+async def status(request: Request) -> dict[str, Any]:
+    """Say what every worker holds."""
+    state = _state(request)
+    _require_extension(state)
+    return {"results": await state.engine.collective_rpc("bucketsync_status")}
+
+
+@router.post("/release")
+async def release(request: Request) -> dict[str, Any]:
+    """Let every worker close the memory that it keeps between updates."""
+    state = _state(request)
+    _require_extension(state)
+    return {"results": await state.engine.collective_rpc("bucketsync_release")}
+
+
+@router.post("/pause")
+async def pause(request: Request, mode: str = PauseMode.WAIT) -> dict[str, Any]:
+    """Hold requests back: wait for those that run, abort them, or keep them frozen."""
+    if mode not in set(PauseMode):
+        raise HTTPException(422, f"mode is {mode!r}; expected one of {', '.join(PauseMode)}")
+    await _state(request).engine.pause_generation(mode=mode)
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    """Let requests run again."""
+    await _state(request).engine.resume_generation()
+    return {"status": "resumed"}
+
+
+@router.post("/finish")
+async def finish(request: Request) -> dict[str, Any]:
+    """Drop every cache that knows old weights, and record what the new ones are called."""
+    body = await _body(request, _Finish)
+    return {"success": await online.finish(_state(request).engine, body.version)}
+
+
+def _state(request: Request) -> _State:
+    found: _State = request.app.state.bucketsync
+    return found
+
+
+def _require_extension(state: _State) -> None:
+    """Refuse before workers are asked: a method that they lack desynchronises them."""
+    if not state.engine.vllm_config.parallel_config.worker_extension_cls:
+        raise HTTPException(
+            409,
+            "the workers know nothing of updates; start the server with "
+            "--worker-extension-cls vllm_bucketsync.WorkerExtension",
+        )
+
+
+async def _body(request: Request, kind: type[Any]) -> Any:
+    """Return a body of bounded size as ``kind``, or answer what is wrong with it."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(bytes(data), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HTTPException(
+            422, f"the body is no {kind.__name__.lstrip('_').lower()}: {error}"
+        ) from error
+
+
+async def _weight_version(engine: Any) -> str | None:
+    if not hasattr(engine, "get_weight_version"):
+        return None
+    return str(await engine.get_weight_version())
