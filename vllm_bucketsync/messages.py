@@ -20,6 +20,7 @@ PROTOCOL_VERSION = 1
 # Fits MAX_METAS metas with names of MAX_NAME_BYTES.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_METAS = 8192
+MAX_NOTES = 64
 MAX_REGIONS = 65_536
 MAX_TENSORS = 1 << 26
 
@@ -260,7 +261,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
 
     cloned_bytes: Count = 0
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
-    notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)] = ()
+    notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
     load_s: float = 0.0
     wait_s: float = 0.0
 

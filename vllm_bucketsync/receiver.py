@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from .arrivals import Arrivals, check_manifest
 from .errors import (
@@ -24,6 +22,8 @@ from .errors import (
 )
 from .layout import Manifest, TensorMeta
 from .messages import (
+    MAX_METAS,
+    MAX_NOTES,
     Abort,
     Aborted,
     Ack,
@@ -42,46 +42,12 @@ from .messages import (
     Ready,
     Reply,
 )
+from .retained import ReceiverMemory
 from .session import Role, Session
 from .sinks import Piece, Sink
-from .transport.base import OpenedRegion
 from .transport.registry import open_region
 
 logger = logging.getLogger(__name__)
-
-MAX_MANIFESTS = 4
-
-
-@dataclass(slots=True)
-class ReceiverMemory:
-    """What a worker keeps between updates, so that a warm one sends almost nothing.
-
-    Attributes:
-        regions: Opened regions by id.
-        manifests: The last ``MAX_MANIFESTS`` manifests by digest.
-        is_torn: An earlier update failed half-way and nothing has mended it yet.
-    """
-
-    regions: dict[str, OpenedRegion] = field(default_factory=dict)
-    manifests: OrderedDict[str, Manifest] = field(default_factory=OrderedDict)
-    is_torn: bool = False
-
-    def remember(self, manifest: Manifest) -> None:
-        """Keep a manifest, and drop the one that was not used for longest."""
-        self.manifests[manifest.digest] = manifest
-        self.manifests.move_to_end(manifest.digest)
-        while len(self.manifests) > MAX_MANIFESTS:
-            self.manifests.popitem(last=False)
-
-    def drop_dead_regions(self) -> None:
-        """Close the regions whose owner is gone."""
-        for key in [key for key, region in self.regions.items() if not region.owner_is_alive()]:
-            self.regions.pop(key).close()
-
-    def release(self) -> None:
-        """Close every region. Idempotent; the next update opens them again."""
-        while self.regions:
-            self.regions.popitem()[1].close()
 
 
 class Receiver:
@@ -279,8 +245,9 @@ class Receiver:
             self._memory.is_torn = False
         return Done(
             cloned_bytes=report.cloned_bytes,
-            skipped=report.skipped,
-            notes=report.notes,
+            # What the message has room for; the worker's log has it all.
+            skipped=report.skipped[:MAX_METAS],
+            notes=report.notes[:MAX_NOTES],
             load_s=self._load_s,
             wait_s=time.monotonic() - self._begin_s - self._load_s,
         )

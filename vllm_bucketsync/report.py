@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .sender import Sender
+from .slots import Slots
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
@@ -80,3 +83,51 @@ class PushReport:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as data that JSON can hold."""
         return asdict(self) | {"num_workers": self.num_workers, "gb_per_s": self.gb_per_s}
+
+
+def report_of(
+    sender: Sender, slots: Slots, *, engines: tuple[str, ...], seconds: float
+) -> PushReport:
+    """Return what an update that ended well came to.
+
+    Args:
+        sender: The update.
+        slots: What it went through.
+        engines: What they are called.
+        seconds: From the call to its return.
+    """
+    packing, declared = sender.packing, sender.source.declared
+    counted = declared if sender.update.is_dry_run else None
+    workers = sorted(
+        (peer for peer in sender.peers.values() if peer.done is not None),
+        key=lambda peer: (peer.hello.engine, peer.hello.dp_index, peer.hello.rank),
+    )
+    return PushReport(
+        engines=engines,
+        update_id=sender.update.update_id,
+        version=sender.update.version,
+        is_dry_run=sender.update.is_dry_run,
+        num_tensors=len(counted) if counted else packing.num_tensors if packing else 0,
+        num_bytes=counted.num_bytes if counted else packing.num_bytes if packing else 0,
+        num_buckets=packing.num_batches if packing else 0,
+        seconds=seconds,
+        transport=sender.choice.kind,
+        transport_reason=sender.choice.reason,
+        slot_size_bytes=slots.slot_size_bytes,
+        skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
+        workers=tuple(
+            WorkerReport(
+                engine=peer.hello.engine,
+                rank=peer.hello.rank,
+                dp_index=peer.hello.dp_index,
+                pid=peer.hello.pid,
+                device=peer.hello.device,
+                load_s=peer.done.load_s,
+                wait_s=peer.done.wait_s,
+                cloned_bytes=peer.done.cloned_bytes,
+                notes=peer.done.notes,
+            )
+            for peer in workers
+            if peer.done is not None
+        ),
+    )

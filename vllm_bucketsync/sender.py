@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from .errors import (
     BucketSyncError,
@@ -41,77 +40,14 @@ from .messages import (
     Reply,
 )
 from .packing import Packing
+from .peers import Peer, held_by
 from .session import Role, Session, State
 from .slots import Slots
 from .sources import Source
 from .transport.registry import Choice
+from .update import Phase, Update
 
 Outgoing = tuple[bytes, Command]
-
-
-class Phase(Enum):
-    """What the sender as a whole is about."""
-
-    GREETING = "greeting"
-    OPENING = "opening"
-    STREAMING = "streaming"
-    FINISHING = "finishing"
-    COMMITTING = "committing"
-    ABORTING = "aborting"
-
-
-@dataclass(slots=True)
-class Peer:
-    """One worker, seen from the sender.
-
-    Attributes:
-        hello: Who it said it is.
-        session: Where the protocol stands with it.
-        state: What it holds, once that is known.
-        fallback: Why it cannot use the transport that was offered.
-        done: Its report.
-    """
-
-    hello: Hello
-    session: Session
-    state: EngineState = EngineState.UNKNOWN
-    fallback: str | None = None
-    done: Done | None = None
-    is_lost: bool = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing more will come from it."""
-        return self.is_lost or self.session.has_ended
-
-    def __str__(self) -> str:
-        """Return how messages for people name it."""
-        engine = f"engine {self.hello.engine} " if self.hello.engine else ""
-        replica = f"replica {self.hello.dp_index} " if self.hello.dp_index else ""
-        return f"{engine}{replica}rank {self.hello.rank} pid {self.hello.pid}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """What is to be sent, and how.
-
-    Attributes:
-        update_id: Random name of the update.
-        version: The user's name for the weights.
-        token: The secret that only the RPC carried.
-        num_workers: How many have to take part, for each engine.
-        kind: Which sink takes it.
-        partial: Patterns of parameters that may be left without a value.
-        is_dry_run: Stop when every worker is ready.
-    """
-
-    update_id: str
-    version: str
-    token: str
-    num_workers: tuple[int, ...]
-    kind: str = "weights"
-    partial: tuple[str, ...] = ()
-    is_dry_run: bool = False
 
 
 @dataclass(slots=True)
@@ -164,11 +100,11 @@ class Sender:
     @property
     def engine_state(self) -> EngineState:
         """What the engines as a whole hold, as far as the workers said."""
-        return _summary({peer.state for peer in self.peers.values()})
+        return held_by(self.peers.values())
 
     def state_of(self, engine: int) -> EngineState:
         """Return what one engine holds, as far as its workers said."""
-        return _summary({peer.state for peer in self._peers_of(engine)})
+        return held_by(self._peers_of(engine))
 
     def has_ended_on(self, engine: int) -> bool:
         """Return whether every worker of one engine has come and ended."""
@@ -417,14 +353,3 @@ class Sender:
             is_bound = peer.session.state in {State.ABORTING, State.COMMITTING}
             if not peer.has_ended and not is_bound:
                 self._send(key, Abort(reason=reason[:65_000]))
-
-
-def _summary(states: set[EngineState]) -> EngineState:
-    """Return what workers hold together: parts of two sets of weights are torn."""
-    if not states:
-        return EngineState.UNCHANGED
-    if EngineState.TORN in states or states > {EngineState.COMMITTED, EngineState.UNCHANGED}:
-        return EngineState.TORN
-    if EngineState.UNKNOWN in states:
-        return EngineState.UNKNOWN
-    return EngineState.TORN if len(states) > 1 else states.pop()

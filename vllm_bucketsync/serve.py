@@ -30,7 +30,8 @@ from .errors import (
 )
 from .identity import HOST
 from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply, decode_command, encode
-from .receiver import Receiver, ReceiverMemory
+from .receiver import Receiver
+from .retained import ReceiverMemory
 from .session import State
 from .sinks import Sink
 from .transport.registry import KINDS

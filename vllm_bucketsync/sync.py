@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from .asking import Asking, Progress, RpcCall, UpdateCall
 from .channel import Listener
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
@@ -21,18 +22,19 @@ from .errors import (
     BucketSyncError,
     ConfigError,
     EngineBusyError,
-    EngineState,
     EngineUnreachableError,
 )
 from .layout import Manifest
-from .report import PushReport, WorkerReport
+from .outcome import after_commit, check_calls, explained
+from .report import PushReport, report_of
 from .rundir import remove_stale
-from .sender import Sender, Update
+from .sender import Sender
 from .slots import Slots
 from .sources import Source, open_source
 from .streams import leave_thread
-from .transfer import Asking, Progress, RpcCall, UpdateCall, run_linked, run_remote
+from .transfer import run_linked, run_remote
 from .transport.registry import candidates
+from .update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +153,7 @@ class WeightSync:
             )
             with contextlib.closing(opened):
                 self._run(sender, asking)
-        report = _report(
+        report = report_of(
             sender,
             self._slots,
             engines=tuple(engine.name for engine in self._engines),
@@ -278,14 +280,14 @@ class WeightSync:
                 sender, engines=self._engines, listener=self._listening(), asking=asking
             )
             if sender.error is None:
-                self._check_calls()
+                check_calls(self._engines, self._calls)
             answers = [call.result for call in self._calls]
         if sender.error is not None:
             # Half-read slots cannot be told from free ones: begin anew next time.
             self._slots.release()
-            raise _explained(sender.error, sender)
+            raise explained(sender.error, sender)
         if not all(answer is not None and answer.drops_caches for answer in answers):
-            raise _after_commit(
+            raise after_commit(
                 EngineUnreachableError(
                     "the prefix cache could not be reset; the new weights are committed, but "
                     "old cache entries may still be used; reset it again",
@@ -299,25 +301,6 @@ class WeightSync:
                 logger.info("removed %s, which a dead process had left", path)
             self._listener = Listener(self._settings.dir)
         return self._listener
-
-    def _check_calls(self) -> None:
-        """Raise if an engine's own end of a committed update did not go well."""
-        for engine, call in zip(self._engines, self._calls, strict=True):
-            if not call.is_done:
-                raise _after_commit(
-                    EngineBusyError(
-                        f"{engine.name} has the new weights, but has not returned from the call"
-                    )
-                )
-            if isinstance(call.error, BucketSyncError):
-                raise _after_commit(call.error)
-            if call.error is not None:
-                raise _after_commit(
-                    EngineUnreachableError(
-                        f"{engine.name} has the new weights, but the call failed: {call.error}",
-                        url=engine.name,
-                    )
-                ) from call.error
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
@@ -343,67 +326,11 @@ class WeightSync:
         return call.result or []
 
 
-def _explained(error: BaseException, sender: Sender) -> BaseException:
-    """Say in an update's error what the engines hold."""
-    text = f"the engine's weights are {sender.engine_state}"
-    if sender.engine_state is EngineState.TORN:
-        text += ": part new, part old; it stays paused, and a complete push mends it"
-    if isinstance(error, BucketSyncError):
-        error.engine_state = sender.engine_state
-    error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")
-    return error
-
-
-def _after_commit(error: BucketSyncError) -> BucketSyncError:
-    error.engine_state = EngineState.COMMITTED
-    return error
-
-
 def _read_metas(source: Source) -> Source:
     """Read a stream to its end for what it would send; its tensors are dropped."""
     with contextlib.closing(source):
         manifest = Manifest([meta for meta, _ in source.tensors])
     return Source(declared=manifest, tensors=iter(()))
-
-
-def _report(
-    sender: Sender, slots: Slots, *, engines: tuple[str, ...], seconds: float
-) -> PushReport:
-    packing, declared = sender.packing, sender.source.declared
-    counted = declared if sender.update.is_dry_run else None
-    workers = sorted(
-        (peer for peer in sender.peers.values() if peer.done is not None),
-        key=lambda peer: (peer.hello.engine, peer.hello.dp_index, peer.hello.rank),
-    )
-    return PushReport(
-        engines=engines,
-        update_id=sender.update.update_id,
-        version=sender.update.version,
-        is_dry_run=sender.update.is_dry_run,
-        num_tensors=len(counted) if counted else packing.num_tensors if packing else 0,
-        num_bytes=counted.num_bytes if counted else packing.num_bytes if packing else 0,
-        num_buckets=packing.num_batches if packing else 0,
-        seconds=seconds,
-        transport=sender.choice.kind,
-        transport_reason=sender.choice.reason,
-        slot_size_bytes=slots.slot_size_bytes,
-        skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
-        workers=tuple(
-            WorkerReport(
-                engine=peer.hello.engine,
-                rank=peer.hello.rank,
-                dp_index=peer.hello.dp_index,
-                pid=peer.hello.pid,
-                device=peer.hello.device,
-                load_s=peer.done.load_s,
-                wait_s=peer.done.wait_s,
-                cloned_bytes=peer.done.cloned_bytes,
-                notes=peer.done.notes,
-            )
-            for peer in workers
-            if peer.done is not None
-        ),
-    )
 
 
 def _pause_mode(pause: str) -> PauseMode:

@@ -8,30 +8,22 @@ it waited for.
 from __future__ import annotations
 
 import functools
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Sequence
 
+from .asking import Asking, Progress, RpcCall, UpdateCall, early_end
 from .channel import Listener, Lost
-from .clients.base import Engine, PauseMode, UpdateAnswer, UpdateRequest, without_method
+from .clients.base import Engine, UpdateAnswer
 from .config import Settings
 from .errors import (
-    BucketSyncError,
     ChannelTimeoutError,
-    EngineUnreachableError,
     PeerLostError,
-    RemoteError,
     RemoteProtocolError,
-    from_wire,
 )
 from .link import register, unregister
-from .messages import PROTOCOL_VERSION, Command, Reply, decode_reply, encode
-from .sender import Phase, Sender
-
-T = TypeVar("T")
-Progress = Callable[[int, int | None], None]
+from .messages import Command, Reply, decode_reply, encode
+from .sender import Sender
+from .update import Phase
 
 # How often the RPC is looked at while no message comes.
 WATCH_S = 0.05
@@ -41,77 +33,6 @@ WORKER_GRACE_S = 10.0
 ABORT_TIMEOUT_S = 30.0
 # For the RPC to return after the last worker's last message.
 RETURN_TIMEOUT_S = 30.0
-
-
-class RpcCall(Generic[T]):
-    """A call of an engine on a thread of its own, since it cannot be cancelled.
-
-    Attributes:
-        error: What it raised, once it is done.
-        result: What it returned, once it is done and has not raised.
-    """
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self.error: BaseException | None = None
-        self.result: T | None = None
-        self._call = call
-        self._thread = threading.Thread(target=self._run, name="bucketsync-rpc", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has returned or raised."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, at most ``timeout_s`` seconds; return ``is_done``."""
-        self._thread.join(timeout_s)
-        return self.is_done
-
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        # Kept for the thread that waits.
-        except BaseException as error:  # noqa: BLE001
-            self.error = error
-
-
-UpdateCall = RpcCall[UpdateAnswer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """How engines are asked for an update.
-
-    Attributes:
-        settings: The deadlines.
-        pause: What happens to the requests that run; ``None`` for a dry run.
-        resume_torn: Let requests run again whatever the workers hold.
-        progress: Told the bytes packed so far, and their total where it is known.
-    """
-
-    settings: Settings
-    pause: PauseMode | None
-    resume_torn: bool
-    progress: Progress | None
-
-    def request(self, sender: Sender, *, endpoint: str, engine: int) -> UpdateRequest:
-        """Return the question for one engine."""
-        settings = self.settings
-        return UpdateRequest(
-            offer={
-                "protocol": PROTOCOL_VERSION,
-                "token": sender.update.token,
-                "endpoints": {"*": endpoint},
-                "engine": engine,
-                "connect_timeout_s": _later(settings.connect_timeout_s),
-                "idle_timeout_s": _later(settings.idle_timeout_s),
-            },
-            version=sender.update.version,
-            pause=self.pause,
-            resume_torn=self.resume_torn,
-            timeout_s=settings.connect_timeout_s,
-        )
 
 
 def run_remote(
@@ -163,9 +84,9 @@ def run_linked(sender: Sender, *, engine: Engine, asking: Asking) -> UpdateAnswe
     try:
         answer = engine.update(asking.request(sender, endpoint=endpoint, engine=0))
         if not sender.has_ended:
-            sender.fail(_early_end(answer, None))
+            sender.fail(early_end(answer, None))
     except Exception as error:  # noqa: BLE001 - whatever vLLM raised, the sender has the verdict
-        sender.fail(_early_end(None, error))
+        sender.fail(early_end(None, error))
     except BaseException as error:  # noqa: BLE001 - Ctrl-C, raised again by whoever asked
         sender.fail(error)
     finally:
@@ -246,7 +167,7 @@ def _step(sender: Sender, listener: Listener, calls: Sequence[UpdateCall], watch
     if event is None and not outgoing:
         for index in done:
             if not sender.has_ended_on(index):
-                sender.fail(_early_end(calls[index].result, calls[index].error))
+                sender.fail(early_end(calls[index].result, calls[index].error))
                 if sender.phase is Phase.COMMITTING:
                     _give_up(sender, "the engine's call ended")
         watch.check()
@@ -307,34 +228,3 @@ def _tell(sender: Sender, progress: Progress | None) -> None:
     if progress is not None and sender.packing is not None and is_packing:
         declared = sender.source.declared
         progress(sender.packing.num_bytes, None if declared is None else declared.num_bytes)
-
-
-def _later(timeout_s: float) -> float:
-    """Let workers wait longer: the sender knows more of what is late, and says it better."""
-    return timeout_s + min(timeout_s, WORKER_GRACE_S)
-
-
-def _early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseException:
-    """Return why a call ended before the update did."""
-    if isinstance(error, BucketSyncError):
-        return without_method(error) or error
-    if error is not None:
-        failure: BucketSyncError = without_method(error) or EngineUnreachableError(
-            f"the engine's call failed: {error}; see the engine's log", url=""
-        )
-        failure.__cause__ = error
-        return failure
-    results = [] if answer is None else answer.results
-    for result in results:
-        wire = result.get("error") if isinstance(result, dict) else None
-        if isinstance(wire, dict) and {"code", "message", "details"} <= wire.keys():
-            return from_wire(
-                str(wire["code"]),
-                str(wire["message"]),
-                dict(wire["details"]),
-                rank=result.get("rank"),
-            )
-    return RemoteError(
-        f"the engine's call returned before the update ended: {results!r}; it has fewer workers "
-        f"than were expected, or another update runs there"
-    )

@@ -105,7 +105,7 @@ def test_an_interrupted_demo_stops_everything_that_it_started(folder: Path) -> N
 def is_alive(process: psutil.Process) -> bool:
     """Return whether a process runs: one that only its parent has not reaped does not."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

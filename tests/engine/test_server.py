@@ -45,8 +45,8 @@ class Stage:
             timeout=60,
         )
 
-    def sync(self, **settings: object) -> WeightSync:
-        return WeightSync(self.url, api_key=KEY, **settings)
+    def sync(self) -> WeightSync:
+        return WeightSync(self.url, api_key=KEY)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def stage() -> Iterator[Stage]:
             found = Stage(f"unix://{path}", path, folders, {})
             _wait_until_ready(found, server)
             with found.client() as http, found.sync() as sync:
-                for version, folder in (("a", None), ("b", folders["b"]), ("a", folders["a"])):
-                    if folder is not None:
-                        sync.push(folder, version=version)
+                for number, version in enumerate(("a", "b", "a")):
+                    if number:
+                        sync.push(folders[version], version=version)
                     answers = {prompt: ask(http, prompt) for prompt in PROMPTS}
                     # Back at the first weights, the answers have to be the first ones.
                     assert found.answers.setdefault(version, answers) == answers

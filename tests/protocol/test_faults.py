@@ -189,8 +189,14 @@ def test_the_death_of_the_trainer_frees_the_worker_at_once(strike: int | str, sh
 
 
 def test_a_worker_that_was_told_to_commit_does_so_without_its_trainer(shm_dir: str) -> None:
-    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
-    with TrainerProcess("committed", dir=shm_dir) as trainer:
+    with TrainerProcess(None, dir=shm_dir) as trainer:
+
+        def die_at_the_commit(call: str, _pieces: object) -> None:
+            if call == "commit":
+                trainer.process.kill()
+                trainer.process.join(10)
+
+        worker = serve.Worker(make_sink=lambda opened: KeepingSink(die_at_the_commit))
         _, (offer,) = trainer.receive()
         result = serve.update(worker, offer)
     remove_left_behind(shm_dir)

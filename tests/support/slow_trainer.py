@@ -31,4 +31,4 @@ def main(url: str, key: str, checkpoint: str, num_tensors: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -26,7 +26,8 @@ from vllm_bucketsync.messages import (
     encode,
 )
 from vllm_bucketsync.packing import Packing
-from vllm_bucketsync.receiver import Receiver, ReceiverMemory
+from vllm_bucketsync.receiver import Receiver
+from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
 from vllm_bucketsync.transport.base import OpenedRegion

@@ -57,26 +57,15 @@ class _PipeEngine:
 
 
 def _strike_around(step: str, number: int) -> None:
-    """Strike where the sender takes ``step``: "open", "finish", "commit", "committed"."""
-    name = {"open": "_offer", "finish": "_finish", "commit": "commit", "committed": "commit"}[step]
+    """Strike where the sender is about to take ``step``: "open", "finish" or "commit"."""
+    name = {"open": "_offer", "finish": "_finish", "commit": "commit"}[step]
     original = getattr(Sender, name)
 
     def striking(self: Sender) -> None:
-        if step != "committed":
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
         original(self)
 
     setattr(Sender, name, striking)
-    if step == "committed":
-        # The commit leaves with this call's return; strike with the next one.
-        advance = Sender.advance
-
-        def late(self: Sender) -> Any:
-            if self.phase.value == "committing" and not self._outbox:
-                os.kill(os.getpid(), number)
-            return advance(self)
-
-        Sender.advance = late  # type: ignore[method-assign]
 
 
 def _train(

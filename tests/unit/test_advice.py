@@ -20,12 +20,13 @@ import vllm_bucketsync
 from vllm_bucketsync import serve, transfer
 from vllm_bucketsync.config import ENV_PREFIX, Settings
 from vllm_bucketsync.errors import ChannelTimeoutError, ConfigError, RegionError
-from vllm_bucketsync.receiver import Receiver, ReceiverMemory
-from vllm_bucketsync.sender import Phase
+from vllm_bucketsync.receiver import Receiver
+from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.session import State
 from vllm_bucketsync.sinks import DiscardSink
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.transport.shm import ShmRegion
+from vllm_bucketsync.update import Phase
 
 FIELDS = set(Settings.__dataclass_fields__)
 ARGUMENTS = {

@@ -56,7 +56,8 @@ from vllm_bucketsync.messages import (
     decode_command,
     encode,
 )
-from vllm_bucketsync.receiver import MAX_MANIFESTS, Receiver, ReceiverMemory
+from vllm_bucketsync.receiver import Receiver
+from vllm_bucketsync.retained import MAX_MANIFESTS, ReceiverMemory
 from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.transport.inproc import InprocRegion

@@ -11,12 +11,21 @@ import pytest
 from vllm_bucketsync.report import PushReport, WorkerReport
 
 WORKER = WorkerReport(
-    rank=1, dp_index=2, pid=3, device="cpu", load_s=0.5, wait_s=0.25, cloned_bytes=7, notes=("a",)
+    engine=0,
+    rank=1,
+    dp_index=2,
+    pid=3,
+    device="cpu",
+    load_s=0.5,
+    wait_s=0.25,
+    cloned_bytes=7,
+    notes=("a",),
 )
 
 
 def report(**changes: Any) -> PushReport:
     made = PushReport(
+        engines=("the LLM",),
         update_id="u",
         version="1",
         is_dry_run=False,

@@ -49,10 +49,11 @@ from vllm_bucketsync.messages import (
     Region,
     Reply,
 )
-from vllm_bucketsync.sender import Phase, Sender, Update
+from vllm_bucketsync.sender import Sender
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
 from vllm_bucketsync.transport.registry import Choice
+from vllm_bucketsync.update import Phase, Update
 
 UNCHANGED, TORN, COMMITTED, UNKNOWN = (
     EngineState.UNCHANGED,
@@ -134,7 +135,7 @@ class Trainer:
                 update_id="u",
                 version="1",
                 token="secret",  # noqa: S106 - of this test alone
-                num_workers=num_workers,
+                num_workers=(num_workers,),
                 is_dry_run=is_dry_run,
             ),
             source=Source(

@@ -30,7 +30,7 @@ from support.thread_engine import KeepingSink
 from vllm_bucketsync.errors import EngineState, RemoteProtocolError
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.messages import Done, Error, decode_command, encode
-from vllm_bucketsync.receiver import ReceiverMemory
+from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.transport.registry import open_region
 

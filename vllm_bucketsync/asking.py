@@ -1,0 +1,122 @@
+"""How engines are asked: on which thread, with what, and what an early answer means."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .clients.base import PauseMode, UpdateAnswer, UpdateRequest, without_method
+from .config import Settings
+from .errors import BucketSyncError, EngineUnreachableError, RemoteError, from_wire
+from .messages import PROTOCOL_VERSION
+from .sender import Sender
+
+T = TypeVar("T")
+Progress = Callable[[int, int | None], None]
+
+# By how much workers wait longer than the sender at most.
+WORKER_GRACE_S = 10.0
+
+
+class RpcCall(Generic[T]):
+    """A call of an engine on a thread of its own, since it cannot be cancelled.
+
+    Attributes:
+        error: What it raised, once it is done.
+        result: What it returned, once it is done and has not raised.
+    """
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.error: BaseException | None = None
+        self.result: T | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name="bucketsync-rpc", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has returned or raised."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, at most ``timeout_s`` seconds; return ``is_done``."""
+        self._thread.join(timeout_s)
+        return self.is_done
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        # Kept for the thread that waits.
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+
+
+UpdateCall = RpcCall[UpdateAnswer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How engines are asked for an update.
+
+    Attributes:
+        settings: The deadlines.
+        pause: What happens to the requests that run; ``None`` for a dry run.
+        resume_torn: Let requests run again whatever the workers hold.
+        progress: Told the bytes packed so far, and their total where it is known.
+    """
+
+    settings: Settings
+    pause: PauseMode | None
+    resume_torn: bool
+    progress: Progress | None
+
+    def request(self, sender: Sender, *, endpoint: str, engine: int) -> UpdateRequest:
+        """Return the question for one engine."""
+        settings = self.settings
+        return UpdateRequest(
+            offer={
+                "protocol": PROTOCOL_VERSION,
+                "token": sender.update.token,
+                "endpoints": {"*": endpoint},
+                "engine": engine,
+                "connect_timeout_s": _later(settings.connect_timeout_s),
+                "idle_timeout_s": _later(settings.idle_timeout_s),
+            },
+            version=sender.update.version,
+            pause=self.pause,
+            resume_torn=self.resume_torn,
+            timeout_s=settings.connect_timeout_s,
+        )
+
+
+def early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseException:
+    """Return why a call ended before the update did."""
+    if isinstance(error, BucketSyncError):
+        return without_method(error) or error
+    if error is not None:
+        failure: BucketSyncError = without_method(error) or EngineUnreachableError(
+            f"the engine's call failed: {error}; see the engine's log", url=""
+        )
+        failure.__cause__ = error
+        return failure
+    results = [] if answer is None else answer.results
+    for result in results:
+        wire = result.get("error") if isinstance(result, dict) else None
+        if isinstance(wire, dict) and {"code", "message", "details"} <= wire.keys():
+            return from_wire(
+                str(wire["code"]),
+                str(wire["message"]),
+                dict(wire["details"]),
+                rank=result.get("rank"),
+            )
+    return RemoteError(
+        f"the engine's call returned before the update ended: {results!r}; it has fewer workers "
+        f"than were expected, or another update runs there"
+    )
+
+
+def _later(timeout_s: float) -> float:
+    """Let workers wait longer: the sender knows more of what is late, and says it better."""
+    return timeout_s + min(timeout_s, WORKER_GRACE_S)

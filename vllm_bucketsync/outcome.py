@@ -1,0 +1,57 @@
+"""What push raises: how an update ended, and what the engines hold then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .asking import UpdateCall, early_end
+from .clients.base import Engine, UpdateAnswer
+from .errors import BucketSyncError, EngineBusyError, EngineState, EngineUnreachableError
+from .sender import Sender
+
+
+def check_calls(engines: Sequence[Engine], calls: Sequence[UpdateCall]) -> None:
+    """Raise if an engine's own end of a committed update did not go well."""
+    for engine, call in zip(engines, calls, strict=True):
+        if not call.is_done:
+            raise after_commit(
+                EngineBusyError(
+                    f"{engine.name} has the new weights, but has not returned from the call"
+                )
+            )
+        if isinstance(call.error, BucketSyncError):
+            raise after_commit(call.error)
+        if call.error is not None:
+            raise after_commit(
+                EngineUnreachableError(
+                    f"{engine.name} has the new weights, but the call failed: {call.error}",
+                    url=engine.name,
+                )
+            ) from call.error
+        # The workers that were counted have committed; one too many has not.
+        failed = early_end(call.result, None) if has_failed(call.result) else None
+        if failed is not None:
+            raise failed
+
+
+def explained(error: BaseException, sender: Sender) -> BaseException:
+    """Say in an update's error what the engines hold."""
+    text = f"the engine's weights are {sender.engine_state}"
+    if sender.engine_state is EngineState.TORN:
+        text += ": part new, part old; it stays paused, and a complete push mends it"
+    if isinstance(error, BucketSyncError):
+        error.engine_state = sender.engine_state
+    error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")
+    return error
+
+
+def after_commit(error: BucketSyncError) -> BucketSyncError:
+    """Say in an error that the new weights are in use all the same."""
+    error.engine_state = EngineState.COMMITTED
+    return error
+
+
+def has_failed(answer: UpdateAnswer | None) -> bool:
+    """Return whether a worker says that it did not take part."""
+    results = [] if answer is None else answer.results
+    return any(isinstance(result, dict) and result.get("ok") is False for result in results)

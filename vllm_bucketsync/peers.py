@@ -1,0 +1,53 @@
+"""One worker, seen from the sender, and what several of them hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .errors import EngineState
+from .messages import Done, Hello
+from .session import Session
+
+
+@dataclass(slots=True)
+class Peer:
+    """One worker, seen from the sender.
+
+    Attributes:
+        hello: Who it said it is.
+        session: Where the protocol stands with it.
+        state: What it holds, once that is known.
+        fallback: Why it cannot use the transport that was offered.
+        done: Its report.
+    """
+
+    hello: Hello
+    session: Session
+    state: EngineState = EngineState.UNKNOWN
+    fallback: str | None = None
+    done: Done | None = None
+    is_lost: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come from it."""
+        return self.is_lost or self.session.has_ended
+
+    def __str__(self) -> str:
+        """Return how messages for people name it."""
+        engine = f"engine {self.hello.engine} " if self.hello.engine else ""
+        replica = f"replica {self.hello.dp_index} " if self.hello.dp_index else ""
+        return f"{engine}{replica}rank {self.hello.rank} pid {self.hello.pid}"
+
+
+def held_by(peers: Iterable[Peer]) -> EngineState:
+    """Return what workers hold together: parts of two sets of weights are torn."""
+    states = {peer.state for peer in peers}
+    if not states:
+        return EngineState.UNCHANGED
+    if EngineState.TORN in states or states > {EngineState.COMMITTED, EngineState.UNCHANGED}:
+        return EngineState.TORN
+    if EngineState.UNKNOWN in states:
+        return EngineState.UNKNOWN
+    return EngineState.TORN if len(states) > 1 else states.pop()

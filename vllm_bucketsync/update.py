@@ -1,0 +1,40 @@
+"""What is to be sent, and how far the sender as a whole has come with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    """What the sender as a whole is about."""
+
+    GREETING = "greeting"
+    OPENING = "opening"
+    STREAMING = "streaming"
+    FINISHING = "finishing"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What is to be sent, and how.
+
+    Attributes:
+        update_id: Random name of the update.
+        version: The user's name for the weights.
+        token: The secret that only the RPC carried.
+        num_workers: How many have to take part, for each engine.
+        kind: Which sink takes it.
+        partial: Patterns of parameters that may be left without a value.
+        is_dry_run: Stop when every worker is ready.
+    """
+
+    update_id: str
+    version: str
+    token: str
+    num_workers: tuple[int, ...]
+    kind: str = "weights"
+    partial: tuple[str, ...] = ()
+    is_dry_run: bool = False
