@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from .asking import Asking, Progress, RpcCall, UpdateCall, early_end
-from .channel import Listener, Lost
+from .channel import Event, Listener, Lost
 from .clients.base import Engine, UpdateAnswer
 from .config import Settings
 from .errors import (
@@ -31,6 +31,8 @@ WATCH_S = 0.05
 WORKER_GRACE_S = 10.0
 # For workers to answer an abort: they are between two commands, or in one load.
 ABORT_TIMEOUT_S = 30.0
+# For workers to answer the abort of an update that is given up.
+DRAIN_TIMEOUT_S = 2.0
 # For the RPC to return after the last worker's last message.
 RETURN_TIMEOUT_S = 30.0
 
@@ -57,15 +59,15 @@ def run_remote(
         )
         for index, engine in enumerate(engines)
     ]
-    watch = _Watch(sender, asking.settings)
+    run = _Run(sender, listener=listener, calls=calls, settings=asking.settings)
     try:
         while not sender.has_ended:
-            _step(sender, listener, calls, watch)
+            run.step()
             _tell(sender, asking.progress)
     # Also Ctrl-C: the workers must not be left waiting.
     except BaseException as error:  # noqa: BLE001
         sender.fail(error)
-        _drain(sender, listener)
+        run.drain()
     deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
     for call in calls:
         call.wait(max(0.0, deadline_s - time.monotonic()))
@@ -155,72 +157,99 @@ class _Watch:
                 return "idle_timeout_s", self._settings.idle_timeout_s
 
 
-def _step(sender: Sender, listener: Listener, calls: Sequence[UpdateCall], watch: _Watch) -> None:
-    """Send what can be sent, then take one message, or see why none comes."""
-    if sender.is_prepared:
-        sender.commit()
-    outgoing = sender.advance()
-    for key, command in outgoing:
-        _send(sender, listener, key, command)
-    done = [index for index, call in enumerate(calls) if call.is_done]
-    event = listener.receive(0.0 if outgoing else WATCH_S)
-    if event is None and not outgoing:
-        for index in done:
-            if not sender.has_ended_on(index):
-                sender.fail(early_end(calls[index].result, calls[index].error))
-                if sender.phase is Phase.COMMITTING:
-                    _give_up(sender, "the engine's call ended")
-        watch.check()
-        return
-    watch.renew()
-    if event is None:
-        return
-    if isinstance(event, Lost):
-        peer = sender.peers.get(event.peer)
-        sender.lose(
-            event.peer,
-            PeerLostError(
-                f"worker {peer or ''} (pid {event.pid}) is gone, while the sender waited for "
-                f"{sender.waiting_for()}; see the engine's log",
-                pid=event.pid,
-            ),
-        )
-        return
-    try:
-        reply = decode_reply(event.data)
-    except RemoteProtocolError as error:
-        # Also from a worker that has not said hello: of another version, most likely.
-        sender.fail(error)
-        sender.lose(event.peer, error)
-        return
-    sender.receive(event.peer, reply)
+class _Run:
+    """One update over sockets: turns events into the sender's, and its commands into bytes."""
 
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        listener: Listener,
+        calls: Sequence[UpdateCall],
+        settings: Settings,
+    ) -> None:
+        self._sender = sender
+        self._listener = listener
+        self._calls = calls
+        self._watch = _Watch(sender, settings)
+        self._unreachable: dict[bytes, PeerLostError] = {}
 
-def _send(sender: Sender, listener: Listener, key: bytes, command: Command) -> None:
-    try:
-        listener.send(key, encode(command))
-    except PeerLostError as error:
-        sender.lose(key, error)
+    def step(self) -> None:
+        """Send what can be sent, then take one message, or see why none comes.
 
+        Raises:
+            ChannelTimeoutError: The deadline of what is being done has passed.
+        """
+        if self._sender.is_prepared:
+            self._sender.commit()
+        has_sent = self._send()
+        done = [index for index, call in enumerate(self._calls) if call.is_done]
+        event = self._listener.receive(0.0 if has_sent else WATCH_S)
+        if event is not None:
+            self._watch.renew()
+            self._take(event)
+        elif has_sent:
+            self._watch.renew()
+        else:
+            self._look(done)
 
-def _drain(sender: Sender, listener: Listener) -> None:
-    """Give workers a moment to hear of the abort, and to say what they hold."""
-    deadline_s = time.monotonic() + 2.0
-    while not sender.has_ended and time.monotonic() < deadline_s:
-        for key, command in sender.advance():
-            _send(sender, listener, key, command)
-        event = listener.receive(WATCH_S)
+    def drain(self) -> None:
+        """Give workers a moment to hear of the abort, and to say what they hold."""
+        deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while not self._sender.has_ended and time.monotonic() < deadline_s:
+            self._send()
+            event = self._listener.receive(WATCH_S)
+            if event is not None:
+                self._take(event)
+        self._give_up("it did not answer the abort")
+
+    def _send(self) -> bool:
+        outgoing = self._sender.advance()
+        for key, command in outgoing:
+            try:
+                self._listener.send(key, encode(command))
+            except PeerLostError as error:
+                # What it said last says more than that it is gone, and may be on its way.
+                self._unreachable[key] = error
+        return bool(outgoing)
+
+    def _take(self, event: Event) -> None:
         if isinstance(event, Lost):
-            sender.lose(event.peer, PeerLostError("gone", pid=event.pid))
-        elif event is not None:
-            sender.receive(event.peer, decode_reply(event.data))
-    _give_up(sender, "no answer to the abort")
+            peer = self._sender.peers.get(event.peer)
+            text = (
+                f"worker {peer or ''} (pid {event.pid}) is gone, while the sender waited for "
+                f"{self._sender.waiting_for()}; see the engine's log"
+            )
+            self._unreachable.pop(event.peer, None)
+            self._sender.lose(event.peer, PeerLostError(text, pid=event.pid))
+            return
+        try:
+            reply = decode_reply(event.data)
+        except RemoteProtocolError as error:
+            # Also from a worker that has not said hello: of another version, most likely.
+            self._sender.fail(error)
+            self._sender.lose(event.peer, error)
+            return
+        self._sender.receive(event.peer, reply)
 
+    def _look(self, done: Sequence[int]) -> None:
+        """See why nothing comes."""
+        while self._unreachable:
+            key, lost = self._unreachable.popitem()
+            self._sender.lose(key, lost)
+        for index in done:
+            call = self._calls[index]
+            if not self._sender.has_ended_on(index):
+                self._sender.fail(early_end(call.result, call.error))
+                if self._sender.phase is Phase.COMMITTING:
+                    self._give_up("the engine's call ended")
+        self._watch.check()
 
-def _give_up(sender: Sender, reason: str) -> None:
-    for key, peer in sender.peers.items():
-        if not peer.has_ended:
-            sender.lose(key, PeerLostError(f"{peer}: {reason}", pid=peer.hello.pid))
+    def _give_up(self, reason: str) -> None:
+        for key, peer in self._sender.peers.items():
+            if not peer.has_ended:
+                lost = PeerLostError(f"{peer}: {reason}", pid=peer.hello.pid)
+                self._sender.lose(key, lost)
 
 
 def _tell(sender: Sender, progress: Progress | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,25 +132,32 @@ def test_creation_gives_up_when_the_directory_is_removed_again_and_again(base: s
         create_file(base, ".seg", make)
 
 
-def test_creation_survives_others_who_remove_the_directory_all_the_time(base: str) -> None:
-    is_done = threading.Event()
-
-    def remove() -> None:
-        while not is_done.is_set():
-            remove_dir_if_empty(base)
+@pytest.mark.parametrize("num_removals", [0, 1, 3])
+def test_creation_survives_others_who_remove_the_directory_meanwhile(
+    base: str, num_removals: int
+) -> None:
+    left = num_removals
 
     def make(path: Path) -> Path:
+        nonlocal left
+        if left:
+            left -= 1
+            remove_dir_if_empty(base)
         path.touch(exist_ok=False)
         return path
 
-    remover = threading.Thread(target=remove)
-    remover.start()
-    try:
-        for _ in range(300):
-            create_file(base, ".seg", make).unlink()
-    finally:
-        is_done.set()
-        remover.join()
+    assert create_file(base, ".seg", make).exists()
+    assert left == 0
+
+
+def test_a_directory_that_is_removed_again_and_again_is_an_error_that_says_so(base: str) -> None:
+    def make(path: Path) -> Path:
+        remove_dir_if_empty(base)
+        path.touch(exist_ok=False)
+        return path
+
+    with pytest.raises(ConfigError, match="removed again and again"):
+        create_file(base, ".seg", make)
 
 
 def test_errors_of_ours_pass_through_creation_and_strange_ones_name_the_setting(base: str) -> None:
