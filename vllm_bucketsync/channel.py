@@ -103,6 +103,11 @@ class Listener:
             raise
         self.endpoint = f"{SCHEME}{self._path}"
 
+    @property
+    def can_be_found(self) -> bool:
+        """Whether the endpoint's file is there; who cleans a directory may have taken it."""
+        return self._path.exists()
+
     def send(self, peer: bytes, data: bytes) -> None:
         """Queue a message for a peer. Never blocks.
 

@@ -23,7 +23,8 @@ MIN_SHRUNK_SLOT_SIZE_BYTES = 1024**2
 TRANSPORTS = ("auto", "shm")
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
-_SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
+# As many digits as no memory will ever need: int() refuses thousands of them.
+_SIZE = re.compile(r"\s*(\d{1,30})\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class Settings:
         self._check_slot_size()
         if not _is_number(self.num_slots, int) or not 1 <= self.num_slots <= 64:
             raise _wrong("num_slots", self.num_slots, "a whole number from 1 to 64")
-        if not Path(self.dir).is_absolute():
+        is_path = isinstance(self.dir, str | os.PathLike) and "\0" not in str(self.dir)
+        if not is_path or not Path(self.dir).is_absolute():
             raise _wrong("dir", self.dir, "an absolute path")
         for name in ("connect_timeout_s", "idle_timeout_s", "commit_timeout_s"):
             value = getattr(self, name)

@@ -22,15 +22,15 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
 from .clients import online
-from .clients.base import PauseMode, UpdateAnswer, UpdateRequest
-from .messages import PROTOCOL_VERSION
+from .clients.base import PauseMode, UpdateAnswer, UpdateRequest, verdict
+from .errors import ChannelTimeoutError, EngineState
+from .messages import MAX_VERSION_CHARS, PROTOCOL_VERSION
 from .serve import Offer
 
 logger = logging.getLogger(__name__)
 
 # An offer is a few hundred bytes.
 MAX_BODY_BYTES = 64 * 1024
-MAX_VERSION_CHARS = 256
 
 router = APIRouter(prefix="/v1/bucketsync", tags=["bucketsync"])
 
@@ -110,14 +110,16 @@ class _Metrics:
     def note(self, results: list[dict[str, Any]], *, version: str, seconds: float) -> None:
         """Take note of an update's outcome, as the workers returned it."""
         self.seconds.observe(seconds)
-        is_good = bool(results) and all(result.get("ok") for result in results)
+        is_good = verdict(results) is EngineState.COMMITTED
         (self.updates if is_good else self.failures).inc()
         if is_good:
             self.bytes.inc(results[0]["num_bytes"])
             self.tensors.inc(results[0]["num_tensors"])
             with contextlib.suppress(ValueError):
                 self.version.set(float(version))
-        self.torn.set(any(result.get("state") == "torn" for result in results))
+        self.torn.set(
+            any(one.get("is_torn") or one.get("state") == EngineState.TORN for one in results)
+        )
 
 
 @functools.cache
@@ -155,22 +157,28 @@ async def update(request: Request) -> dict[str, Any]:
     running = asyncio.create_task(_run(state, body))
     state.running.add(running)
     running.add_done_callback(state.running.discard)
-    answer = await asyncio.shield(running)
+    try:
+        answer = await asyncio.shield(running)
+    except ChannelTimeoutError as error:
+        raise HTTPException(504, str(error)) from error
     return {"results": answer.results, "drops_caches": answer.drops_caches}
 
 
 async def _run(state: _State, body: _Update) -> UpdateAnswer:
     begin_s = time.monotonic()
-    answer = await online.update(
-        state.engine,
-        UpdateRequest(
-            offer=msgspec.to_builtins(body.offer),
-            version=body.version,
-            pause=body.pause,
-            resume_torn=body.resume_torn,
-            timeout_s=body.offer.connect_timeout_s,
-        ),
+    request = UpdateRequest(
+        offer=msgspec.to_builtins(body.offer),
+        version=body.version,
+        pause=body.pause,
+        resume_torn=body.resume_torn,
+        timeout_s=body.offer.connect_timeout_s,
     )
+    try:
+        answer = await online.update(state.engine, request)
+    except Exception:
+        if body.pause is not None:
+            state.metrics.failures.inc()
+        raise
     if body.pause is not None:
         seconds = time.monotonic() - begin_s
         state.metrics.note(answer.results, version=body.version, seconds=seconds)

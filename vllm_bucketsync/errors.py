@@ -52,6 +52,12 @@ class BucketSyncError(Exception):
         """Return the attributes that travel with the error, as primitives."""
         return {field: _primitive(getattr(self, field, None)) for field in self.fields}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let it be copied and pickled: not every class can be made from its text alone."""
+        # Builtins keep this one outside of the instance's dictionary.
+        number = {"errno": self.errno} if isinstance(self, OSError) else {}
+        return _made, (type(self), self.args), self.__dict__ | number
+
 
 class ConfigError(BucketSyncError, ValueError):
     """A setting or an argument is wrong; nothing was started."""
@@ -281,8 +287,7 @@ def from_wire(
     cls = error_classes().get(code)
     if cls is None:
         cls, details = RemoteError, {"remote_type": code}
-    error = cls.__new__(cls)
-    Exception.__init__(error, message)
+    error = _made(cls, (message,))
     for field in cls.fields:
         value: Any = details.get(field)
         setattr(error, field, tuple(value) if isinstance(value, list) else value)
@@ -294,6 +299,13 @@ def from_wire(
 def utf8(text: str) -> str:
     """Return a text that can be encoded: file names that are no UTF-8 get ``?`` in places."""
     return text.encode(errors="replace").decode()
+
+
+def _made(cls: type[BucketSyncError], args: tuple[Any, ...]) -> BucketSyncError:
+    """Make an error that has its text already; its attributes follow."""
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    return error
 
 
 def _primitive(value: Any) -> Primitive | list[str]:

@@ -23,6 +23,7 @@ MAX_METAS = 8192
 MAX_NOTES = 64
 MAX_REGIONS = 65_536
 MAX_TENSORS = 1 << 26
+MAX_VERSION_CHARS = 256
 
 T = TypeVar("T")
 
@@ -149,7 +150,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     """
 
     update_id: ShortText
-    version: ShortText
+    version: Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
     kind: ShortText
     transport: ShortText
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REGIONS)]

@@ -31,6 +31,8 @@ def check_calls(engines: Sequence[Engine], calls: Sequence[UpdateCall]) -> None:
         # The workers that were counted have committed; one too many has not.
         failed = early_end(call.result, None) if has_failed(call.result) else None
         if failed is not None:
+            if isinstance(failed, BucketSyncError):
+                failed.engine_state = EngineState.TORN
             raise failed
 
 

@@ -174,6 +174,8 @@ class Receiver:
     def _begin(self) -> list[Reply]:
         """Open the shared memory, then the sink: nothing is written before both did."""
         opened = self._offer()
+        # The sender has closed what it replaces, which is to go before more is mapped.
+        self._memory.drop_dead_regions()
         try:
             for handle in opened.handles:
                 if handle.id not in self._memory.regions:

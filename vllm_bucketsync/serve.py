@@ -146,7 +146,7 @@ def update(worker: Worker, offer: object) -> Result:
 
     Returns:
         Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``,
-        ``was_torn``, ``num_tensors``, ``num_bytes``, ``error``.
+        ``was_torn``, ``is_torn``, ``num_tensors``, ``num_bytes``, ``error``.
     """
     receiver = Receiver(memory=worker.memory, make_sink=worker.make_sink, rank=worker.rank)
     try:
@@ -292,6 +292,7 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         "dp_index": worker.dp_index,
         "version": worker.version,
         "was_torn": receiver.was_torn,
+        "is_torn": worker.memory.is_torn,
         "num_tensors": receiver.num_tensors,
         "num_bytes": receiver.num_bytes,
         "error": None if wire is None else _error(wire.code, wire.message, wire.details),

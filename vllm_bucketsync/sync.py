@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +25,10 @@ from .errors import (
     ConfigError,
     EngineBusyError,
     EngineUnreachableError,
+    utf8,
 )
 from .layout import Manifest
+from .messages import MAX_VERSION_CHARS
 from .outcome import after_commit, check_calls, explained
 from .report import PushReport, report_of
 from .rundir import remove_stale
@@ -38,16 +42,16 @@ from .update import Update
 
 logger = logging.getLogger(__name__)
 
-# Between a death and the next update: for the engine's own call to notice.
-CLOSE_TIMEOUT_S = 5.0
-
 
 class WeightSync:
     """The trainer's end: gives one engine, or several, new weights, as often as asked.
 
     Keeps the shared memory and the socket between updates; ``close`` gives them back.
-    One update at a time; not for several threads at once.
+    One update at a time; not for several threads at once, nor for forked children.
     """
+
+    # Until there is something to close.
+    _is_closed = True
 
     def __init__(
         self,
@@ -71,12 +75,17 @@ class WeightSync:
             ConfigError: The engine or a setting is wrong.
         """
         self._settings = Settings.from_env(**settings)
+        if expected_workers is not None and not _is_count(expected_workers):
+            raise ConfigError(
+                f"expected_workers is {expected_workers!r}; expected a whole number above 0"
+            )
         self._engines = connect(engine, api_key=api_key)
         self._expected_workers = expected_workers
         self._slots = Slots(self._settings)
         self._listener: Listener | None = None
         self._calls: list[UpdateCall] = []
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -91,6 +100,12 @@ class WeightSync:
     ) -> None:
         """Close."""
         self.close()
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Close what was forgotten: an open descriptor keeps all of the shared memory."""
+        # At the interpreter's end what closing needs is gone, and the kernel does it.
+        if not self._is_closed and not is_exiting():
+            self.close()
 
     def push(
         self,
@@ -139,12 +154,13 @@ class WeightSync:
         begin_s = time.monotonic()
         with self._exclusively():
             mode = _pause_mode(pause)
+            patterns = _patterns(partial)
             for engine in self._engines:
                 engine.check_ready()
             opened = open_source(source, rename=rename)
             if dry_run and opened.declared is None:
                 opened = _read_metas(opened)
-            sender = self._sender(opened, str(version), tuple(partial), is_dry_run=dry_run)
+            sender = self._sender(opened, _version(version), patterns, is_dry_run=dry_run)
             asking = Asking(
                 settings=self._settings,
                 pause=None if dry_run else mode,
@@ -212,21 +228,33 @@ class WeightSync:
     def close(self) -> None:
         """Give everything back on this end. Idempotent.
 
-        The workers notice that the memory has lost its owner with their next update.
+        While a push runs, on another thread or further up on this one, nothing more
+        begins, and the push gives everything back at its end. The workers notice that
+        the memory has lost its owner with their next update.
         """
-        if self._is_closed:
+        if os.getpid() != self._pid:
+            # A forked child has copies: what they stand for is its parent's.
             return
         self._is_closed = True
-        self._slots.release()
-        if self._listener is not None:
-            self._listener.close()
-        for engine in self._engines:
-            engine.close()
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._slots.release()
+            self._stop_listening()
+            for engine in self._engines:
+                engine.close()
+        finally:
+            self._lock.release()
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
         if self._is_closed:
             raise ConfigError("this WeightSync is closed; make a new one")
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this WeightSync belongs to process {self._pid}, from which this one was "
+                f"forked; push there, or make a new one here"
+            )
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError("another push of this WeightSync runs; wait for its end")
         try:
@@ -234,6 +262,8 @@ class WeightSync:
             yield
         finally:
             self._lock.release()
+            if self._is_closed:
+                self.close()
 
     def _check_idle(self) -> None:
         if not all(call.is_done for call in self._calls):
@@ -279,6 +309,9 @@ class WeightSync:
             self._calls = run_remote(
                 sender, engines=self._engines, listener=self._listening(), asking=asking
             )
+            if not all(call.is_done for call in self._calls):
+                # A worker that it asks later finds nobody, instead of waiting for a word.
+                self._stop_listening()
             if sender.error is None:
                 check_calls(self._engines, self._calls)
             answers = [call.result for call in self._calls]
@@ -296,11 +329,18 @@ class WeightSync:
             )
 
     def _listening(self) -> Listener:
+        if self._listener is not None and not self._listener.can_be_found:
+            self._stop_listening()
         if self._listener is None:
             for path in remove_stale(self._settings.dir):
                 logger.info("removed %s, which a dead process had left", path)
             self._listener = Listener(self._settings.dir)
         return self._listener
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
@@ -331,6 +371,28 @@ def _read_metas(source: Source) -> Source:
     with contextlib.closing(source):
         manifest = Manifest([meta for meta, _ in source.tensors])
     return Source(declared=manifest, tensors=iter(()))
+
+
+def _patterns(partial: Sequence[str]) -> tuple[str, ...]:
+    """Refuse one pattern in place of several: its every letter would be one, ``*`` too."""
+    if isinstance(partial, str):
+        raise ConfigError(f"partial is {partial!r}; expected a list of patterns: [{partial!r}]")
+    return tuple(partial)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _version(version: int | str) -> str:
+    text = str(version)
+    if utf8(text) != text:
+        raise ConfigError(f"version {text!r} cannot be written as UTF-8")
+    if len(text) > MAX_VERSION_CHARS:
+        raise ConfigError(
+            f"version has {len(text)} characters; at most {MAX_VERSION_CHARS} are allowed"
+        )
+    return text
 
 
 def _pause_mode(pause: str) -> PauseMode:

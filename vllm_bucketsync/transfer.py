@@ -27,8 +27,6 @@ from .update import Phase
 
 # How often the RPC is looked at while no message comes.
 WATCH_S = 0.05
-# By how much workers wait longer than the sender at most.
-WORKER_GRACE_S = 10.0
 # For workers to answer an abort: they are between two commands, or in one load.
 ABORT_TIMEOUT_S = 30.0
 # For workers to answer the abort of an update that is given up.
@@ -111,7 +109,12 @@ class _SenderLink:
             self._sender.commit()
         # Nothing to send and nobody else to wait for is an end, whatever the session says.
         outgoing = self._sender.advance()
-        _tell(self._sender, self._progress)
+        try:
+            _tell(self._sender, self._progress)
+        # The user's: raised again by push, once the worker has been told to stop.
+        except BaseException as error:  # noqa: BLE001
+            self._sender.fail(error)
+            outgoing += self._sender.advance()
         return [command for _, command in outgoing]
 
 
@@ -186,8 +189,12 @@ class _Run:
         done = [index for index, call in enumerate(self._calls) if call.is_done]
         event = self._listener.receive(0.0 if has_sent else WATCH_S)
         if event is not None:
-            self._watch.renew()
             self._take(event)
+            if event.peer in self._sender.peers:
+                self._watch.renew()
+            else:
+                # Whoever has not said hello keeps no deadline away.
+                self._watch.check()
         elif has_sent:
             self._watch.renew()
         else:
@@ -211,7 +218,7 @@ class _Run:
             except PeerLostError as error:
                 # What it said last says more than that it is gone, and may be on its way.
                 self._unreachable[key] = error
-        return bool(outgoing)
+        return any(key in self._sender.peers for key, _ in outgoing)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Lost):
@@ -226,8 +233,10 @@ class _Run:
         try:
             reply = decode_reply(event.data)
         except RemoteProtocolError as error:
-            # Also from a worker that has not said hello: of another version, most likely.
-            self._sender.fail(error)
+            # From a worker that has not said hello: of another version, most likely. Later
+            # nobody else is expected, and what a stranger says is no reason to end it.
+            if event.peer in self._sender.peers or self._sender.phase is Phase.GREETING:
+                self._sender.fail(error)
             self._sender.lose(event.peer, error)
             return
         self._sender.receive(event.peer, reply)

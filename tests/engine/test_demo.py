@@ -36,6 +36,10 @@ def running_demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
         **os.environ,
         "TMPDIR": str(folder),
         "VLLM_BUCKETSYNC_DIR": str(folder),
+        # A user's own list of plugins, a key and development mode are not in the way.
+        "VLLM_PLUGINS": "lora_filesystem_resolver",
+        "VLLM_API_KEY": "of-another-server",
+        "VLLM_SERVER_DEV_MODE": "1",
         # What torch compiled for the tests before is good for this one.
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}",
     }
@@ -87,6 +91,7 @@ def test_the_demo_proves_that_outputs_follow_and_leaves_nothing_behind(folder: P
     assert process.returncode == ExitCode.OK, printed + steps
     assert "ok: 32 tokens and their log-probabilities" in " ".join(printed.split())
     assert "shm: " in printed
+    assert "(bucketsync_http)" in printed
     assert "a trainer process pushes the new weights as 'step-1'" in steps
     assert left_behind(folder) == []
 

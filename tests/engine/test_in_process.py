@@ -12,7 +12,7 @@ from support import engines, tiny_models
 from support.bytes_of import bytes_of
 from support.worlds import World
 
-from vllm_bucketsync import WeightSync
+from vllm_bucketsync import MissingTensorError, WeightSync
 
 every_kind = pytest.mark.parametrize("world", tiny_models.KINDS, indirect=True)
 
@@ -46,3 +46,18 @@ def test_a_source_that_fails_is_raised_through_vllm_and_the_next_push_mends(worl
         assert not sync.status()[0]["is_torn"]
         assert sync.status()[0]["region_bytes"] == 0
     assert engines.greedy(world.llm) == world.truths[0].outputs
+
+
+@pytest.mark.parametrize("world", ["qwen3"], indirect=True)
+def test_a_stream_is_not_refused_for_what_the_last_one_lacked(world: World) -> None:
+    tensors = world.tensors(1)
+    some = dict(list(tensors.items())[:-1])
+    with WeightSync(world.llm) as sync:
+        with pytest.raises(MissingTensorError):
+            sync.push(iter(some.items()), version="lacking")
+        sync.push(iter(tensors.items()), version="whole")
+        world.holds(1)
+
+        sync.push(iter(some.items()), version="partial", partial=["*"])
+        sync.push(iter(world.tensors(0).items()), version="whole again")
+        world.holds(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -133,4 +135,41 @@ def test_a_worker_too_many_is_an_error_even_if_it_comes_when_all_is_over() -> No
         pytest.raises(BucketSyncError, match="next command"),
     ):
         sync.push(TENSORS, version=1)
+    engine.close()
+
+
+def test_a_worker_that_is_asked_after_its_push_was_given_up_is_free_at_once() -> None:
+    class Draining(ThreadEngine):
+        def update(self, request: UpdateRequest) -> UpdateAnswer:
+            given_up.wait(30)
+            begin_s = time.monotonic()
+            answer = super().update(request)
+            took_s.append(time.monotonic() - begin_s)
+            return answer
+
+    given_up = threading.Event()
+    took_s: list[float] = []
+    engine = Draining()
+    with WeightSync(engine, connect_timeout_s=2) as sync:
+        with pytest.raises(TimeoutError, match="said hello"):
+            sync.push(TENSORS, version="late")
+        given_up.set()
+        deadline_s = time.monotonic() + 10
+        while not took_s and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
+        # Nobody reads what it says: else it would wait for its whole connect_timeout_s.
+        assert took_s[0] < 1.5
+        sync.push(TENSORS, version="good")
+    engine.close()
+
+
+def test_what_would_mean_something_else_is_refused_before_an_engine_is_asked() -> None:
+    engine = ThreadEngine()
+    with WeightSync(engine) as sync:
+        with pytest.raises(ConfigError, match=r"expected a list of patterns: \['lm_head\.\*'\]"):
+            sync.push(TENSORS, version=1, partial="lm_head.*")
+        with pytest.raises(ConfigError, match="at most 256"):
+            sync.push(TENSORS, version="v" * 257)
+    assert engine.requests == []
     engine.close()

@@ -31,6 +31,7 @@ from vllm_bucketsync.clients.llm import LlmEngine
 from vllm_bucketsync.errors import (
     ConfigError,
     EngineAsleepError,
+    EngineBusyError,
     EngineUnreachableError,
     UnsupportedError,
 )
@@ -275,6 +276,15 @@ def test_our_route_is_used_where_there_is_one_and_sees_an_update_through(
     assert engine.call("bucketsync_status") == engine.call("bucketsync_release") == [{"rank": 0}]
     assert set(server.keys) == {"Bearer secret"}
     engine.close()
+
+
+def test_a_server_at_work_on_another_update_is_busy(server: Server, engine: HttpEngine) -> None:
+    info = {"num_workers": 3, "worker_extension_cls": EXTENSION}
+    server.answers["/v1/bucketsync/info"] = (200, info)
+    server.answers["/v1/bucketsync/update"] = (409, {"detail": "another update runs"})
+
+    with pytest.raises(EngineBusyError, match="another update runs"):
+        engine.update(request())
 
 
 def test_a_wrong_key_says_what_to_pass(server: Server, engine: HttpEngine) -> None:

@@ -216,16 +216,51 @@ def test_an_engine_goes_on_if_it_is_whole_and_is_cleaned_if_it_is_new(
     assert engine.asked == expected
 
 
-@pytest.mark.parametrize(("was_torn", "goes_on"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("was_torn", "is_torn", "goes_on"),
+    [(False, False, False), (True, False, True), (True, True, False)],
+)
 def test_an_engine_that_was_paused_before_goes_on_only_if_it_was_mended(
-    server: TestClient, engine: FakeEngineClient, was_torn: bool, goes_on: bool
+    server: TestClient, engine: FakeEngineClient, was_torn: bool, is_torn: bool, goes_on: bool
 ) -> None:
     engine.is_held = True
-    engine.results = [GOOD | {"was_torn": was_torn}]
+    engine.results = [GOOD | {"was_torn": was_torn, "is_torn": is_torn}]
 
     server.post("update", json=UPDATE)
 
     assert ("resume" in engine.asked) is goes_on
+
+
+def test_an_update_that_was_aborted_is_no_committed_one(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    server.post("update", json=UPDATE)
+    updates, failures = metric("updates_total"), metric("failures_total")
+    # A worker that does as it is told has not failed.
+    engine.results = [GOOD | {"state": "unchanged"}] * 2
+
+    server.post("update", json=UPDATE | {"version": "18"})
+
+    assert (metric("updates_total"), metric("failures_total")) == (updates, failures + 1)
+    assert metric("version") == 17
+
+
+def test_requests_that_do_not_end_in_time_let_the_engine_go_on(
+    server: TestClient, engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = metric("failures_total")
+
+    async def pause(*, mode: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "pause_generation", pause)
+
+    answer = server.post("update", json=UPDATE | {"offer": OFFER | {"connect_timeout_s": 0.05}})
+
+    assert answer.status_code == 504
+    assert "connect_timeout_s" in answer.json()["detail"]
+    assert engine.asked == ["resume"]
+    assert metric("failures_total") == failures + 1
 
 
 def test_a_dry_run_pauses_nothing_and_drops_nothing(

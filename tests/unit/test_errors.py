@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -147,3 +150,28 @@ def test_a_timeout_says_how_long_for_what_and_what_to_do() -> None:
 
     assert str(error) == "waited 30 s for Hello; start it"
     assert isinstance(error, TimeoutError)
+
+
+def pickled(error: BucketSyncError) -> BucketSyncError:
+    copied: BucketSyncError = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    return copied
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("copied", [pickled, copy.copy, copy.deepcopy])
+def test_an_error_comes_whole_out_of_a_trainers_process_pool(
+    sample: BucketSyncError, copied: Callable[[BucketSyncError], BucketSyncError]
+) -> None:
+    error = copy.copy(sample)
+    error.rank, error.engine_state = 3, EngineState.TORN
+    error.add_note("a note")
+    if isinstance(error, OSError):
+        error.errno = 28
+
+    found = copied(error)
+
+    assert type(found) is type(sample)
+    assert str(found) == str(sample)
+    assert vars(found) == vars(error)
+    assert found.__notes__ == ["a note"]
+    assert getattr(found, "errno", None) == getattr(error, "errno", None)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import inspect
 import re
 import shlex
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 import vllm_bucketsync
-from vllm_bucketsync import cli, config
+from vllm_bucketsync import cli, config, endpoint
+from vllm_bucketsync.cli import servers
+from vllm_bucketsync.cli.exits import ExitCode
+from vllm_bucketsync.clients.base import EXTENSION
+from vllm_bucketsync.sync import WeightSync
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -51,7 +61,14 @@ def test_the_demo_command_installs_what_ci_does_and_starts_the_demo() -> None:
     assert install[3] in CI_LINES
 
 
-@pytest.mark.parametrize("program", blocks("python", "Smallest working program"))
+PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+SHELL = re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
+OUR_COMMANDS = [
+    line for block in SHELL for line in block.splitlines() if line.startswith("vllm-bucketsync ")
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_is_short_and_imports_public_names(program: str) -> None:
     assert program.count("\n") < 30
     imported = [
@@ -62,6 +79,89 @@ def test_a_program_is_short_and_imports_public_names(program: str) -> None:
     ]
     assert imported
     assert set(imported) <= set(vllm_bucketsync.__all__)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_uses_what_there_is_as_it_is_meant(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = mock.create_autospec(WeightSync)
+    double.return_value.__enter__.return_value = double.return_value
+    monkeypatch.setattr(vllm_bucketsync, "WeightSync", double)
+    for module in ("transformers", "vllm"):
+        monkeypatch.setitem(sys.modules, module, mock.MagicMock())
+    names: dict[str, Any] = {}
+
+    exec(program, names)  # noqa: S102 - README's own
+    if "train" in names:
+        asyncio.run(names["train"](mock.Mock(), mock.Mock()))
+
+    sync = double.return_value
+    pushes = sync.push.call_args_list + sync.apush.call_args_list
+    assert pushes
+    # apush takes what push takes.
+    assert all(inspect.signature(WeightSync.push).bind(None, *c.args, **c.kwargs) for c in pushes)
+
+
+def test_every_shell_command_is_one_that_is_checked_here() -> None:
+    known = ("python3 -m venv", "export VLLM_API_KEY=", "VLLM_PLUGINS=", "bash .ci/", "ruff check")
+    lines = [line for block in SHELL for line in block.splitlines()]
+
+    unknown = [line for line in lines if not line.startswith(known) and line not in OUR_COMMANDS]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("command", OUR_COMMANDS)
+def test_a_command_of_ours_can_be_parsed(command: str) -> None:
+    _, *arguments = shlex.split(command)
+
+    assert cli.parser().parse_args(arguments).command in cli.COMMANDS
+
+
+def test_the_server_s_command_names_our_plugins_and_extension() -> None:
+    (command,) = [line for block in SHELL for line in block.splitlines() if "vllm serve" in line]
+
+    plugins, *arguments = shlex.split(command)
+    assert plugins == f"VLLM_PLUGINS={','.join(servers.PLUGINS)}"
+    assert arguments[-2:] == ["--worker-extension-cls", EXTENSION]
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert tuple(name for group in points.values() for name in group) == servers.PLUGINS
+
+
+def test_every_metric_and_route_is_listed() -> None:
+    metrics = re.findall(r"^\| `(vllm_bucketsync_\w+)` \|", TEXT, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([A-Z]+) (/v1/\w+/\w+)` \|", TEXT, flags=re.MULTILINE)
+
+    collectors = vars(endpoint._metrics()).values()
+    kinds = {"counter": "_total"}
+    families = [next(iter(collector.collect())) for collector in collectors]
+    assert metrics == [family.name + kinds.get(family.type, "") for family in families]
+    routes = [(next(iter(r.methods)), r.path) for r in endpoint.router.routes]  # type: ignore[attr-defined]
+    assert listed == routes
+
+
+def test_every_argument_of_push_is_listed() -> None:
+    section = TEXT.split("| argument of `push` |", 1)[1].split("\n\n", 1)[0]
+
+    listed = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    assert listed == list(inspect.signature(WeightSync.push).parameters)[2:]
+
+
+def test_every_module_has_its_place_on_the_map() -> None:
+    section = TEXT.split("| part of `vllm_bucketsync` |", 1)[1].split("\n\n", 1)[0]
+    listed = re.findall(r"`(\w+)/?`", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
+
+    package = ROOT / "vllm_bucketsync"
+    there = [path.stem for path in package.glob("[!_]*.py")]
+    there += [path.parent.name for path in package.glob("*/__init__.py")]
+    assert sorted(listed) == sorted(there)
+
+
+def test_every_exit_code_is_listed() -> None:
+    section = TEXT.split("| exit code |", 1)[1].split("\n\n", 1)[0]
+
+    listed = re.findall(r"^\| (\d+) \|", section, flags=re.MULTILINE)
+    assert listed == [str(code.value) for code in ExitCode]
 
 
 def test_every_setting_is_listed_with_its_variable() -> None:

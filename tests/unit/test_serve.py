@@ -85,6 +85,7 @@ def test_an_update_that_works_says_so_and_is_counted(slots: Slots) -> None:
         "dp_index": 1,
         "version": "7",
         "was_torn": False,
+        "is_torn": False,
         "num_tensors": 2,
         "num_bytes": 1000,
         "error": None,

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 
 from vllm_bucketsync import __version__
 
-from . import bench, demo
+from . import bench, demo, push, status
 from .exits import CommandError, ExitCode
+from .signals import interrupted_by_signals
 
-COMMANDS = {"bench": bench, "demo": demo}
+COMMANDS = {"push": push, "status": status, "bench": bench, "demo": demo}
 
 _EXIT_CODES = """\
 exit codes:
   0    done
-  1    it ran and the outcome is bad: outputs differ, an engine or a push failed
+  1    it ran and the outcome is bad: a push failed, a worker is torn, outputs differ
   2    the command line is wrong
-  3    this environment lacks something; the text says what to install
+  3    this environment, or the engine, lacks something; the text says what to change
   130  interrupted; everything that was started has been stopped
 """
 
@@ -38,13 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     logging.basicConfig(
         level=logging.DEBUG if args.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        return int(COMMANDS[args.command].run(args))
+        with interrupted_by_signals():
+            return int(COMMANDS[args.command].run(args))
     except CommandError as error:
         print(f"vllm-bucketsync: {error}", file=sys.stderr)
         return int(error.code)
@@ -53,17 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.INTERRUPTED)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    found = argparse.ArgumentParser(
         prog="vllm-bucketsync",
         description="Stream a trainer's weights into running vLLM workers.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens, on stderr")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    found.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    found.add_argument("-v", "--verbose", action="store_true", help="log what happens, on stderr")
+    commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").splitlines()[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
-    return parser
+    return found

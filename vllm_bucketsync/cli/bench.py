@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_bucketsync.config import parse_size
-from vllm_bucketsync.errors import BucketSyncError, ConfigError, UnsupportedError
+from vllm_bucketsync.errors import BucketSyncError, ConfigError
 
 from .exits import CommandError, ExitCode
 
@@ -66,12 +66,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     )
     try:
         measured = measure(plan, tell=lambda doing: console.print(f"{doing} …", style="dim"))
-    except ConfigError as error:
-        raise CommandError(str(error), code=ExitCode.USAGE) from error
-    except UnsupportedError as error:
-        raise CommandError(str(error), code=ExitCode.UNAVAILABLE) from error
     except BucketSyncError as error:
-        raise CommandError(f"{type(error).__name__}: {error}") from error
+        raise CommandError.of(error) from error
     is_stdout_taken = args.json == _STDOUT
     (console if is_stdout_taken else Console()).print(
         _speed_table(measured), _setup_table(measured)

@@ -2,8 +2,8 @@
 
 Two tiny random checkpoints are built; nothing is downloaded. One engine starts from
 the old one, another from the new one. A trainer, in a process of its own, pushes the
-new weights into the first; from then on both must generate the same, to the last bit
-of every log-probability.
+new weights into the first, through this package's own route and with a key made for the
+run; from then on both must generate the same, to the last bit of every log-probability.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,9 +28,11 @@ from rich.table import Table
 
 from .demo_model import PROMPTS, build_checkpoint
 from .exits import CommandError, ExitCode
+from .online import API_KEY
 from .preflight import require_vllm
 from .progress import Advance, Steps
 from .servers import Completion, Server, environment, with_logs
+from .tables import report_table
 
 NUM_TOKENS = 8
 PUSH_TIMEOUT_S = 120.0
@@ -69,11 +70,10 @@ def run(args: argparse.Namespace) -> ExitCode:
         CommandError: vLLM is missing, or an engine or the push failed.
     """
     started = time.monotonic()
-    with _interrupted_by_signals():
-        outcome, folder = _see()
+    outcome, folder = _see()
     problems = differences(outcome)
     console = Console()
-    console.print(_outputs_table(outcome), _report_table(outcome.report))
+    console.print(_outputs_table(outcome), report_table(outcome.report))
     if problems:
         console.print(*(f"[red]wrong:[/red] {problem}" for problem in problems), sep="\n")
         console.print(f"the logs of the engines and of the trainer are in {folder}")
@@ -163,7 +163,13 @@ def _train(checkpoint: Path, engine: Server, *, log: Path, advance: Advance) -> 
     last: dict[str, Any] = {}
     with (
         log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as trainer,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, API_KEY: engine.api_key},
+        ) as trainer,
         _killed_after(trainer, timeout_s=PUSH_TIMEOUT_S),
     ):
         for line in trainer.stdout or ():
@@ -189,18 +195,6 @@ def _killed_after(process: subprocess.Popen[str], *, timeout_s: float) -> Iterat
         timer.cancel()
 
 
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """End on SIGTERM and SIGHUP as on Ctrl-C: with everything stopped."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    previous = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, previous, strict=True):
-            signal.signal(number, handler)
-
-
 def _outputs_table(outcome: Outcome) -> Table:
     table = Table(
         title="What the engine generates",
@@ -212,16 +206,4 @@ def _outputs_table(outcome: Outcome) -> Table:
     rows = zip(outcome.before, outcome.after, outcome.expected, strict=True)
     for before, after, expected in rows:
         table.add_row(before.prompt, before.text, after.text, expected.text)
-    return table
-
-
-def _report_table(report: dict[str, Any]) -> Table:
-    table = Table(title=f"The push of {report['version']!r}", show_header=False)
-    table.add_row("bytes", f"{report['num_bytes']:,}")
-    table.add_row("tensors", str(report["num_tensors"]))
-    table.add_row("buckets", f"{report['num_buckets']} of {report['slot_size_bytes']:,} bytes")
-    table.add_row("workers", str(report["num_workers"]))
-    table.add_row("seconds", f"{report['seconds']:.3f}")
-    table.add_row("GB/s", f"{report['gb_per_s']:.3f}")
-    table.add_row("transport", f"{report['transport']}: {report['transport_reason']}")
     return table

@@ -3,19 +3,21 @@
     python -m vllm_bucketsync.cli.demo_trainer CHECKPOINT URL VERSION
 
 It prints a line of JSON whenever there is something to tell: ``{"done", "total"}`` in
-bytes while it pushes, and ``{"report"}`` or ``{"error"}`` at the end. It knows nothing
-of vLLM.
+bytes while it pushes, and ``{"report"}`` or ``{"error"}`` at the end. The engine's key is
+in ``VLLM_API_KEY``. It knows nothing of vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 from vllm_bucketsync import BucketSyncError, WeightSync
 
 from .exits import ExitCode
+from .online import API_KEY
 
 
 def main(checkpoint: str, url: str, version: str) -> int:
@@ -24,7 +26,7 @@ def main(checkpoint: str, url: str, version: str) -> int:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     try:
-        with WeightSync(url) as sync:
+        with WeightSync(url, api_key=os.environ.get(API_KEY)) as sync:
             report = sync.push(
                 model,
                 version=version,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
+
+from vllm_bucketsync.errors import BucketSyncError, ConfigError, UnsupportedError
 
 
 class ExitCode(IntEnum):
@@ -15,7 +18,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     """The command line is wrong."""
     UNAVAILABLE = 3
-    """This environment lacks something; the text says what to install or to change."""
+    """This environment or the engine lacks something; the text says what to change."""
     INTERRUPTED = 130
     """Ctrl-C; everything that was started has been stopped."""
 
@@ -30,3 +33,21 @@ class CommandError(Exception):
     def __init__(self, message: str, *, code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__(message)
         self.code = code
+
+    @classmethod
+    def of(cls, error: BucketSyncError, *, also: str = "") -> Self:
+        """Return what a command ends with where the package raised ``error``.
+
+        Args:
+            error: What was raised; its class decides the exit code.
+            also: What a user should read after it.
+        """
+        # Of these the text says all; of the others the class is what README explains.
+        match error:
+            case ConfigError():
+                text, code = str(error), ExitCode.USAGE
+            case UnsupportedError():
+                text, code = str(error), ExitCode.UNAVAILABLE
+            case _:
+                text, code = f"{type(error).__name__}: {error}", ExitCode.FAILED
+        return cls(f"{text} ({also})" if also else text, code=code)

@@ -25,7 +25,7 @@ class Steps:
         self._console = console
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓[/green]"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
             console=console,
@@ -51,4 +51,5 @@ class Steps:
         yield advance
         self._progress.update(task, completed=1, total=1)
         if not self._console.is_terminal:
-            self._console.print(f"{text} ({time.monotonic() - started:.1f} s)")
+            line = f"{text} ({time.monotonic() - started:.1f} s)"
+            self._console.print(line, markup=False, soft_wrap=True)

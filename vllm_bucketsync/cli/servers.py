@@ -1,12 +1,13 @@
 """A real vLLM server in processes of its own, started and stopped by a command.
 
-It listens on the loopback interface only. Development mode is on, because that is
-where vLLM's ``/collective_rpc`` lives: nothing else should run beside it for long.
+It listens on the loopback interface only, wants a key that is made for it, and is updated
+through our own route: vLLM's development mode is off.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,12 +15,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Self
 
 import httpx
 
 from .exits import CommandError
+from .online import API_KEY
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 120.0
@@ -39,8 +42,11 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
 }
+PLUGINS = ("bucketsync", "bucketsync_http")
+_PLUGIN_GROUPS = "vllm."
+# vLLM loads these only where they are named; all others also where nothing is named.
+_ENDPOINT_GROUP = "vllm.endpoint_plugins"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +71,23 @@ class Server:
 
     Attributes:
         url: Where it listens.
+        api_key: What it asks for.
         log: The file that holds everything that its processes print.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], *, url: str, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], *, url: str, api_key: str, log: Path
+    ) -> None:
         self.url = url
+        self.api_key = api_key
         self.log = log
         self._process = process
-        self._http = httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+        )
 
     @classmethod
     def start(cls, checkpoint: Path, *, log: Path, arguments: Sequence[str] = ()) -> Self:
@@ -81,9 +96,10 @@ class Server:
         Args:
             checkpoint: Folder of the model.
             log: Where its output goes; overwritten.
-            arguments: More arguments for vLLM's server.
+            arguments: More arguments for vLLM's server. A key among them replaces
+                ``api_key``.
         """
-        port = _free_port()
+        port, api_key = _free_port(), secrets.token_urlsafe()
         # `vllm serve` asks for a distribution called vllm, which the CPU build is not.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(checkpoint), "--served-model-name", _MODEL_NAME]
@@ -96,12 +112,11 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # vLLM leaves its own sockets behind; here they go with the log's folder.
-                env={**environment(os.environ), "VLLM_RPC_BASE_PATH": str(log.parent)},
+                env=_server_environment(os.environ, api_key=api_key, folder=log.parent),
                 # A group of its own: stop() then reaches its workers, and Ctrl-C only us.
                 start_new_session=True,
             )
-        return cls(process, url=f"http://127.0.0.1:{port}", log=log)
+        return cls(process, url=f"http://127.0.0.1:{port}", api_key=api_key, log=log)
 
     def __enter__(self) -> Self:
         return self
@@ -192,6 +207,36 @@ class Server:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an engine or a trainer: what is given comes first."""
     return {**_ENVIRONMENT, **given}
+
+
+def plugins(named: str | None) -> str:
+    """Return a ``VLLM_PLUGINS`` that loads ours, and what would be loaded without it.
+
+    Args:
+        named: The user's own ``VLLM_PLUGINS``; ``None`` where there is none, and vLLM
+            would load every plugin that adds no route.
+    """
+    if named is None:
+        points = entry_points()
+        groups = {group for group in points.groups if group.startswith(_PLUGIN_GROUPS)}
+        groups.discard(_ENDPOINT_GROUP)
+        names = sorted({point.name for group in groups for point in points.select(group=group)})
+    else:
+        names = [name.strip() for name in named.split(",") if name.strip()]
+    return ",".join(dict.fromkeys([*names, *PLUGINS]))
+
+
+def _server_environment(given: Mapping[str, str], *, api_key: str, folder: Path) -> dict[str, str]:
+    found = {
+        **environment(given),
+        # Not as an argument: those are read by every user of the machine.
+        API_KEY: api_key,
+        "VLLM_PLUGINS": plugins(given.get("VLLM_PLUGINS")),
+        # vLLM leaves its own sockets behind; here they go with the log's folder.
+        "VLLM_RPC_BASE_PATH": str(folder),
+    }
+    found.pop("VLLM_SERVER_DEV_MODE", None)
+    return found
 
 
 def with_logs(reason: str, *logs: Path) -> str:

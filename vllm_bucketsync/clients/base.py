@@ -120,8 +120,11 @@ def may_resume(
         was_paused: Whether it was paused before the update.
         resume_torn: Whoever asks wants it to go on whatever it holds.
     """
+    said = [result for result in results if isinstance(result, dict)]
     is_whole = state in {EngineState.UNCHANGED, EngineState.COMMITTED}
-    mends = any(isinstance(result, dict) and result.get("was_torn") for result in results)
+    # A partial update of a torn engine is committed, and mends nothing.
+    is_whole = is_whole and not any(result.get("is_torn") for result in said)
+    mends = any(result.get("was_torn") for result in said)
     return resume_torn or (is_whole and (not was_paused or mends))
 
 

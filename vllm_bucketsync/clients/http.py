@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ..errors import ConfigError, EngineState, EngineUnreachableError
+from ..errors import ConfigError, EngineBusyError, EngineState, EngineUnreachableError
 from .base import (
     RELEASE_METHOD,
     STATUS_METHOD,
@@ -127,8 +127,12 @@ class _OurRoutes:
             "pause": request.pause,
             "resume_torn": request.resume_torn,
         }
-        answer = self._http.ask("POST", f"{PREFIX}/update", json=body, timeout=None).json()
-        return UpdateAnswer(results=answer["results"], drops_caches=answer["drops_caches"])
+        busy = (httpx.codes.CONFLICT,)
+        answer = self._http.ask("POST", f"{PREFIX}/update", allowed=busy, json=body, timeout=None)
+        found = answer.json()
+        if answer.status_code in busy:
+            raise EngineBusyError(f"{self._http.url} refused the update: {found['detail']}")
+        return UpdateAnswer(results=found["results"], drops_caches=found["drops_caches"])
 
     def call(self, method: str) -> list[Any]:
         path = f"{PREFIX}/{self._METHODS[method]}"
@@ -210,7 +214,10 @@ class _Http:
     """
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # such as a bracket that is not closed
+            parts = urlsplit("")
         is_socket = parts.scheme == "unix" and parts.path.startswith("/")
         if not is_socket and (parts.scheme not in {"http", "https"} or not parts.netloc):
             raise ConfigError(

@@ -7,10 +7,11 @@ request, so a trainer that dies in the middle leaves no engine paused that is wh
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
-from ..errors import EngineState
+from ..errors import ChannelTimeoutError, EngineState
 from .base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, may_resume, verdict
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,10 @@ async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
     Args:
         engine: vLLM's ``EngineClient``.
         request: What is asked for.
+
+    Raises:
+        ChannelTimeoutError: The requests that ran did not end in time. Nothing was
+            written, and the engine goes on.
     """
     if request.pause is None:
         return UpdateAnswer(results=await _call(engine, request))
@@ -29,7 +34,7 @@ async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
     state = EngineState.UNCHANGED
     was_paused = await engine.is_paused()
     try:
-        await engine.pause_generation(mode=str(request.pause))
+        await _pause(engine, request)
         state = EngineState.UNKNOWN
         results = await _call(engine, request)
         state = verdict(results)
@@ -55,6 +60,18 @@ async def finish(engine: Any, version: str) -> bool:
     if hasattr(engine, "update_weight_version"):
         await engine.update_weight_version(version)
     return bool(is_empty)
+
+
+async def _pause(engine: Any, request: UpdateRequest) -> None:
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            await engine.pause_generation(mode=str(request.pause))
+    except TimeoutError as error:
+        raise ChannelTimeoutError(
+            timeout_s=request.timeout_s,
+            waiting_for="the engine's running requests to end",
+            advice="nothing was written; raise connect_timeout_s, or push with pause='keep'",
+        ) from error
 
 
 async def _call(engine: Any, request: UpdateRequest) -> list[Any]:

@@ -41,7 +41,12 @@ class WorkerExtension:
                     f"this engine takes no {opened.kind!r}; it takes 'weights'; install the "
                     f"same version of vllm_bucketsync on both sides"
                 )
-            return WeightSink(worker, partial=opened.partial, memory=memory)
+            return WeightSink(
+                worker,
+                partial=opened.partial,
+                memory=memory,
+                is_promise=opened.is_declared,
+            )
 
         return serve.Worker(
             make_sink=make_sink,

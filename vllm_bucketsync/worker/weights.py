@@ -44,6 +44,7 @@ class WeightSink:
         *,
         partial: Sequence[str] = (),
         memory: WeightMemory | None = None,
+        is_promise: bool = True,
     ) -> None:
         """Prepare for one update; nothing is touched.
 
@@ -53,11 +54,14 @@ class WeightSink:
                 ``model.named_parameters()``) that may stay without a value. A module
                 that is sent in part is an error all the same.
             memory: What is kept of one update for the next.
+            is_promise: The manifest is what will come; else it is what the last stream
+                was, and that it does not fit says nothing of this one.
         """
         self._worker = worker
         self._partial = tuple(partial)
         self._memory = WeightMemory() if memory is None else memory
         self._result: DryRunResult | None = None
+        self._is_promise = is_promise
         self._is_declared = False
         self._reload: LayerwiseReload | None = None
         self._intake: Intake | None = None
@@ -175,13 +179,17 @@ class WeightSink:
         return model
 
     def _preflight(self, manifest: Manifest) -> None:
-        self._result = self._memory.result_for(
+        result = self._memory.result_for(
             self._worker,
             manifest,
             partial=self._partial,
             dry_run=lambda: dry_run(self._worker, manifest, partial=self._partial),
         )
-        problems.raise_problems(self._result.problems, state=_NOTHING)
+        if result.problems and not self._is_promise:
+            # Watched as it comes, like a stream that nothing is known of.
+            return
+        self._result = result
+        problems.raise_problems(result.problems, state=_NOTHING)
         self._is_declared = True
 
     def _begun(self) -> tuple[Intake, LayerwiseReload]:

@@ -1,0 +1,351 @@
+"""``push`` and ``status``: what they ask for, what they print, and what they end with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from vllm_bucketsync import cli, sync
+from vllm_bucketsync.cli.exits import ExitCode
+from vllm_bucketsync.cli.push import PAUSE_MODES
+from vllm_bucketsync.cli.servers import PLUGINS, plugins
+from vllm_bucketsync.clients.base import PauseMode
+from vllm_bucketsync.errors import (
+    BucketSyncError,
+    EngineBusyError,
+    EngineState,
+    SourceError,
+    UnknownTensorError,
+    UnsupportedError,
+)
+from vllm_bucketsync.report import PushReport, WorkerReport
+
+URL = "http://127.0.0.1:8000"
+WORKER = WorkerReport(
+    engine=0,
+    rank=0,
+    dp_index=0,
+    pid=4711,
+    device="cpu",
+    load_s=0.1,
+    wait_s=0.0,
+    cloned_bytes=0,
+    notes=("one note",),
+)
+REPORT = PushReport(
+    engines=(f"{URL} (bucketsync_http)",),
+    update_id="0123",
+    version="step-[1]",
+    is_dry_run=False,
+    num_tensors=2,
+    num_bytes=1024,
+    num_buckets=1,
+    seconds=0.5,
+    transport="shm",
+    transport_reason="another process [of this host]",
+    slot_size_bytes=2048,
+    skipped=("rope.inv_freq",),
+    workers=(WORKER,),
+)
+STATUS = {
+    "engine": 0,
+    "rank": 0,
+    "dp_index": 0,
+    "pid": 4711,
+    "device": "cpu",
+    "version": "step-1",
+    "is_torn": False,
+    "num_updates": 3,
+    "num_failures": 1,
+}
+
+
+class Fake:
+    """Stands for ``WeightSync``, of which a command makes one.
+
+    Attributes:
+        made: The arguments that it was made with.
+        pushed: The arguments of its pushes.
+        act: What a push does before it returns ``report``.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+        self.pushed: list[dict[str, Any]] = []
+        self.act: Callable[[dict[str, Any]], None] = lambda _: None
+        self.report = REPORT
+        self.workers: list[dict[str, Any]] = [STATUS]
+        self.is_closed = False
+
+    def __call__(self, engine: object, **options: Any) -> Self:
+        self.made = {"engine": engine, **options}
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    def push(self, source: object, **options: Any) -> PushReport:
+        self.pushed.append({"source": source, **options})
+        self.act(options)
+        return self.report
+
+    def status(self) -> list[dict[str, Any]]:
+        return self.workers
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    found = Fake()
+    monkeypatch.setattr(sync, "WeightSync", found)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    return found
+
+
+@pytest.fixture
+def push(tmp_path: Path) -> list[str]:
+    (tmp_path / "step-1").mkdir()
+    return ["push", str(tmp_path / "step-1"), "--url", URL]
+
+
+def test_a_push_is_named_after_its_folder_and_waits_for_requests(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(push) == ExitCode.OK
+
+    assert fake.made == {"engine": [URL], "api_key": None}
+    (options,) = fake.pushed
+    del options["progress"]
+    folder = Path(push[1])
+    assert options == {"source": folder, "version": "step-1", "dry_run": False, "pause": "wait"}
+    assert fake.is_closed
+    out, err = capsys.readouterr()
+    assert f"push {folder} as 'step-1' (0.0 s)" in err
+    for text in ("1,024", "(bucketsync_http)", "'step-[1]'", "[of this host]", "one note"):
+        assert text in out
+
+
+def test_every_option_of_a_push_is_handed_on(
+    fake: Fake, push: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+    other = ["--url", "unix:///run/vllm"]
+
+    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run"])
+
+    assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": "of-the-environment"}
+    assert (fake.pushed[0]["version"], fake.pushed[0]["pause"]) == ("7", "keep")
+    assert fake.pushed[0]["dry_run"]
+
+    cli.main([*push, "--api-key", "given"])
+
+    assert fake.made["api_key"] == "given"
+
+
+def test_the_pause_modes_are_those_of_push() -> None:
+    assert tuple(PauseMode) == PAUSE_MODES
+
+
+def test_json_is_all_that_stdout_gets(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*push, "--json"]) == ExitCode.OK
+
+    report = REPORT.as_dict()
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(report))
+
+
+def test_a_dry_run_says_that_nothing_was_written(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.report = replace(REPORT, is_dry_run=True, workers=())
+
+    cli.main([*push, "--dry-run"])
+
+    out, err = capsys.readouterr()
+    assert "The dry run of" in out
+    assert "nothing: it was only checked" in out
+    assert err.startswith("check ")
+
+
+def test_a_folder_that_is_none_is_a_usage_error_and_nobody_is_asked(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["push", "/no/such/folder", "--url", URL]) == ExitCode.USAGE
+
+    assert fake.made == {}
+    assert "'/no/such/folder' is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code", "holds"),
+    [
+        (SourceError("it is empty"), None, ExitCode.FAILED, "no update had begun"),
+        (UnknownTensorError("no x"), EngineState.UNCHANGED, ExitCode.FAILED, "what it held before"),
+        (UnsupportedError("old"), EngineState.UNCHANGED, ExitCode.UNAVAILABLE, "held before"),
+        (BucketSyncError("gone"), EngineState.TORN, ExitCode.FAILED, "a complete push mends it"),
+        (EngineBusyError("hm"), EngineState.COMMITTED, ExitCode.FAILED, "has the new weights all"),
+        (EngineBusyError("hm"), EngineState.UNKNOWN, ExitCode.FAILED, "vllm-bucketsync status"),
+    ],
+)
+def test_an_error_ends_with_what_the_engine_holds(
+    fake: Fake,
+    push: list[str],
+    error: BucketSyncError,
+    state: EngineState | None,
+    code: ExitCode,
+    holds: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def act(_: object) -> None:
+        error.engine_state = state
+        raise error
+
+    fake.act = act
+
+    assert cli.main(push) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert str(error) in line
+    assert holds in line
+    assert code is not ExitCode.FAILED or f"{type(error).__name__}: " in line
+
+
+@pytest.mark.parametrize("command", ["push", "status"])
+def test_a_server_that_is_not_there_is_an_error(
+    command: str, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = push if command == "push" else ["status", "--url", URL]
+
+    assert cli.main([*arguments[:-1], "http://127.0.0.1:1"]) == ExitCode.FAILED
+    assert "is the server up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["push", "status"])
+def test_a_url_that_is_none_is_a_usage_error(
+    command: str, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = push if command == "push" else ["status", "--url", URL]
+
+    assert cli.main([*arguments[:-1], "localhost:8000"]) == ExitCode.USAGE
+    assert "'localhost:8000' is no base URL" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_what_push_noted(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act(_: object) -> None:
+        error = KeyboardInterrupt()
+        error.add_note("the engine's weights are torn")
+        raise error
+
+    fake.act = act
+
+    assert cli.main(push) == ExitCode.INTERRUPTED
+    assert "interrupted; the engine's weights are torn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("is_late", "text"), [(False, "no update had begun"), (True, "vllm-bucketsync status")]
+)
+def test_ctrl_c_where_push_notes_nothing_goes_by_what_was_sent(
+    fake: Fake,
+    push: list[str],
+    is_late: bool,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def act(options: dict[str, Any]) -> None:
+        if is_late:
+            options["progress"](1, 2)
+        raise KeyboardInterrupt
+
+    fake.act = act
+
+    assert cli.main(push) == ExitCode.INTERRUPTED
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_as_ctrl_c_and_its_handler_comes_back(
+    fake: Fake, push: list[str], number: signal.Signals
+) -> None:
+    fake.act = lambda _: os.kill(os.getpid(), number)
+
+    assert cli.main(push) == ExitCode.INTERRUPTED
+    assert signal.getsignal(number) is signal.SIG_DFL
+    assert fake.is_closed
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(fake: Fake, push: list[str]) -> None:
+    fake.act = lambda _: os.kill(os.getpid(), signal.SIGHUP)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert cli.main(push) == ExitCode.OK
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_status_shows_every_worker(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.workers = [STATUS, STATUS | {"engine": 1, "dp_index": 2, "version": None}]
+
+    assert cli.main(["status", "--url", URL, "--url", "http://other"]) == ExitCode.OK
+    assert fake.made["engine"] == [URL, "http://other"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "0", "0", "4711", "cpu", "step-1", "whole", "3", "1"] in rows
+    assert ["1", "2", "0", "4711", "cpu", "initial", "whole", "3", "1"] in rows
+
+
+def test_status_as_json_is_what_the_workers_say(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--url", URL, "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out) == [STATUS]
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"rank": 1, "is_torn": True}, "rank 1 of engine 0 holds parts of two sets"),
+        ({"rank": 1, "version": "step-2"}, "different weights: 'step-1', 'step-2'"),
+        ({"rank": 1, "version": None}, "different weights: 'step-1', None"),
+    ],
+)
+def test_status_fails_where_an_engine_is_not_whole(
+    fake: Fake, second: dict[str, Any], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.workers = [STATUS, STATUS | second]
+
+    assert cli.main(["status", "--url", URL]) == ExitCode.FAILED
+    out, err = capsys.readouterr()
+    assert "4711" in out
+    assert text in err
+
+
+def test_engines_may_hold_different_versions(fake: Fake) -> None:
+    fake.workers = [STATUS, STATUS | {"engine": 1, "version": "another"}]
+
+    assert cli.main(["status", "--url", URL]) == ExitCode.OK
+
+
+def test_a_server_loads_our_plugins_beside_those_of_the_user() -> None:
+    assert plugins("other, bucketsync") == "other,bucketsync,bucketsync_http"
+    assert plugins("") == ",".join(PLUGINS)
+
+
+def test_a_server_loads_what_it_would_load_without_a_list() -> None:
+    named = plugins(None).split(",")
+
+    assert set(PLUGINS) <= set(named)
+    assert len(named) == len(set(named))

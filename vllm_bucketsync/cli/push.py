@@ -1,0 +1,118 @@
+"""Push a checkpoint into running servers.
+
+All of the servers take the new weights, or none does. The checkpoint is a folder with
+safetensors files, as ``save_pretrained`` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from vllm_bucketsync.errors import BucketSyncError, EngineState
+
+from . import online
+from .exits import CommandError, ExitCode
+from .progress import Steps
+from .tables import report_table
+
+if TYPE_CHECKING:
+    from vllm_bucketsync.report import PushReport
+
+# vLLM's words; what they mean is written down in ``clients.base.PauseMode``.
+PAUSE_MODES = ("wait", "abort", "keep")
+
+_HOLDS = {
+    EngineState.UNCHANGED: "the engine holds what it held before",
+    EngineState.COMMITTED: "the engine has the new weights all the same",
+    EngineState.TORN: "the engine's weights are torn, part new and part old: a server stays "
+    "paused, and a complete push mends it",
+    EngineState.UNKNOWN: "what the engine holds is unknown: ask vllm-bucketsync status",
+}
+_NOTHING_BEGAN = "no update had begun"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what to push, where to, and how."""
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of the new weights")
+    online.add_arguments(parser)
+    option("--version", help="what to call the weights (the folder's name)")
+    option("--dry-run", action="store_true", help="check everything, and write nothing")
+    option(
+        "--pause",
+        choices=PAUSE_MODES,
+        default=PAUSE_MODES[0],
+        help="requests that run: let them end, end them, or freeze them (%(default)s)",
+    )
+    option("--json", action="store_true", help="print the report as JSON, and nothing else")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Push, and show what it came to.
+
+    Raises:
+        CommandError: It was not done, or was interrupted; the text says what the engine
+            holds now.
+    """
+    if not args.checkpoint.is_dir():
+        raise CommandError(
+            f"{str(args.checkpoint)!r} is no folder of this machine; expected a checkpoint "
+            f"with safetensors files",
+            code=ExitCode.USAGE,
+        )
+    version = args.checkpoint.resolve().name if args.version is None else args.version
+    report = _push(args, version)
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        Console().print(report_table(report.as_dict()))
+    return ExitCode.OK
+
+
+def _push(args: argparse.Namespace, version: str) -> PushReport:
+    from vllm_bucketsync.sync import WeightSync
+
+    has_sent = False
+    doing = "check" if args.dry_run else "push"
+    with Steps(Console(stderr=True)) as steps:
+        try:
+            with (
+                WeightSync(**online.connection(args)) as sync,
+                steps.step(f"{doing} {args.checkpoint} as {version!r}") as advance,
+            ):
+
+                def progress(done: int, total: int | None) -> None:
+                    nonlocal has_sent
+                    has_sent = True
+                    advance(done, total)
+
+                return sync.push(
+                    args.checkpoint,
+                    version=version,
+                    dry_run=args.dry_run,
+                    pause=args.pause,
+                    progress=progress,
+                )
+        except BucketSyncError as error:
+            raise CommandError.of(error, also=_holds(error)) from error
+        except KeyboardInterrupt as error:
+            raise CommandError(
+                f"interrupted; {_left_behind(error, has_sent=has_sent)}", code=ExitCode.INTERRUPTED
+            ) from error
+
+
+def _holds(error: BucketSyncError) -> str:
+    return _NOTHING_BEGAN if error.engine_state is None else _HOLDS[error.engine_state]
+
+
+def _left_behind(error: KeyboardInterrupt, *, has_sent: bool) -> str:
+    """Return what an interrupted push left: ``push`` notes it where it was at work."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    if notes:
+        return "; ".join(notes)
+    return _HOLDS[EngineState.UNKNOWN] if has_sent else _NOTHING_BEGAN

@@ -1,0 +1,70 @@
+"""What an update came to, and what workers hold, as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+_STATUS_HEADINGS = (
+    *("engine", "replica", "rank", "pid", "device"),
+    *("version", "state", "updates", "failures"),
+)
+
+
+def report_table(report: Mapping[str, Any]) -> Table:
+    """Return a table of a push.
+
+    Args:
+        report: ``PushReport.as_dict()``. What is missing or empty is left out.
+    """
+    is_dry_run = bool(report.get("is_dry_run"))
+    what = "The dry run of" if is_dry_run else "The push of"
+    table = Table(title=escape(f"{what} {report['version']!r}"), show_header=False)
+    for engine in report.get("engines", ()):
+        table.add_row("engine", escape(engine))
+    table.add_row("bytes", f"{report['num_bytes']:,}")
+    table.add_row("tensors", str(report["num_tensors"]))
+    if not is_dry_run:
+        table.add_row("buckets", f"{report['num_buckets']} of {report['slot_size_bytes']:,} bytes")
+        table.add_row("workers", str(report["num_workers"]))
+    table.add_row("seconds", f"{report['seconds']:.3f}")
+    if is_dry_run:
+        table.add_row("written", "nothing: it was only checked")
+        return table
+    table.add_row("GB/s", f"{report['gb_per_s']:.3f}")
+    table.add_row("transport", escape(f"{report['transport']}: {report['transport_reason']}"))
+    if skipped := report.get("skipped"):
+        table.add_row("skipped", escape(", ".join(skipped)))
+    for worker in report.get("workers", ()):
+        for note in worker["notes"]:
+            table.add_row(f"note of rank {worker['rank']}", escape(note))
+    return table
+
+
+def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table with a row for each worker.
+
+    Args:
+        workers: What ``WeightSync.status()`` returned.
+    """
+    table = Table(title="What the workers hold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in _STATUS_HEADINGS:
+        table.add_column(heading)
+    for worker in workers:
+        version = worker["version"]
+        table.add_row(
+            str(worker["engine"]),
+            str(worker["dp_index"]),
+            str(worker["rank"]),
+            str(worker["pid"]),
+            escape(worker["device"]),
+            "initial" if version is None else escape(version),
+            "[red]torn[/red]" if worker["is_torn"] else "whole",
+            str(worker["num_updates"]),
+            str(worker["num_failures"]),
+        )
+    return table
