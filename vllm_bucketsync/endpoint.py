@@ -22,7 +22,14 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
 from .clients import online
-from .clients.base import PauseMode, UpdateAnswer, UpdateRequest, verdict
+from .clients.base import (
+    RELEASE_METHOD,
+    STATUS_METHOD,
+    PauseMode,
+    UpdateAnswer,
+    UpdateRequest,
+    verdict,
+)
 from .errors import ChannelTimeoutError, EngineState
 from .messages import MAX_VERSION_CHARS, PROTOCOL_VERSION
 from .serve import Offer
@@ -130,16 +137,24 @@ def _metrics() -> _Metrics:
 
 @router.get("/info")
 async def info(request: Request) -> dict[str, Any]:
-    """Say what a trainer has to know before it asks for an update."""
-    engine = _state(request).engine
-    parallel = engine.vllm_config.parallel_config
+    """Say what a trainer has to know before it asks for an update; asks no engine."""
+    state = _state(request)
     return {
         "protocol": PROTOCOL_VERSION,
         "plugin_version": __version__,
-        "num_workers": parallel.world_size_across_dp,
-        "worker_extension_cls": parallel.worker_extension_cls or "",
-        "is_paused": bool(await engine.is_paused()),
-        "weight_version": await _weight_version(engine),
+        "num_workers": online.num_workers(state.engine),
+        "worker_extension_cls": state.engine.vllm_config.parallel_config.worker_extension_cls or "",
+        "is_updating": bool(state.running),
+    }
+
+
+@router.get("/engine")
+async def engine(request: Request) -> dict[str, Any]:
+    """Say what the engine says of itself, as soon as it can."""
+    found = _state(request).engine
+    return {
+        "is_paused": bool(await found.is_paused()),
+        "weight_version": await _weight_version(found),
     }
 
 
@@ -190,7 +205,7 @@ async def status(request: Request) -> dict[str, Any]:
     """Say what every worker holds."""
     state = _state(request)
     _require_extension(state)
-    return {"results": await state.engine.collective_rpc("bucketsync_status")}
+    return {"results": await online.call_workers(state.engine, STATUS_METHOD)}
 
 
 @router.post("/release")
@@ -198,7 +213,7 @@ async def release(request: Request) -> dict[str, Any]:
     """Let every worker close the memory that it keeps between updates."""
     state = _state(request)
     _require_extension(state)
-    return {"results": await state.engine.collective_rpc("bucketsync_release")}
+    return {"results": await online.call_workers(state.engine, RELEASE_METHOD)}
 
 
 @router.post("/pause")
@@ -233,7 +248,7 @@ def _require_extension(state: _State) -> None:
     """Refuse before workers are asked: a method that they lack desynchronises them."""
     if not state.engine.vllm_config.parallel_config.worker_extension_cls:
         raise HTTPException(
-            409,
+            501,
             "the workers know nothing of updates; start the server with "
             "--worker-extension-cls vllm_bucketsync.WorkerExtension",
         )

@@ -21,6 +21,8 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_METAS = 8192
 MAX_NOTES = 64
+MAX_PATTERNS = 1024
+MAX_PATTERN_CHARS = 256
 MAX_REGIONS = 65_536
 MAX_TENSORS = 1 << 26
 MAX_VERSION_CHARS = 256
@@ -28,7 +30,7 @@ MAX_VERSION_CHARS = 256
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+ShortText = Annotated[str, msgspec.Meta(max_length=MAX_PATTERN_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=65_536)]
 
 
@@ -159,7 +161,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     manifest: ShortText | None = None
     num_metas: Annotated[int, msgspec.Meta(ge=0, le=MAX_TENSORS)] = 0
     is_declared: bool = False
-    partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=1024)] = ()
+    partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
 
 
 class Metas(Command, frozen=True, kw_only=True, tag="metas"):

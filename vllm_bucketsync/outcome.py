@@ -40,7 +40,7 @@ def explained(error: BaseException, sender: Sender) -> BaseException:
     """Say in an update's error what the engines hold."""
     text = f"the engine's weights are {sender.engine_state}"
     if sender.engine_state is EngineState.TORN:
-        text += ": part new, part old; it stays paused, and a complete push mends it"
+        text += ": part new, part old; a complete push mends them"
     if isinstance(error, BucketSyncError):
         error.engine_state = sender.engine_state
     error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")

@@ -102,10 +102,6 @@ class Sender:
         """What the engines as a whole hold, as far as the workers said."""
         return held_by(self.peers.values())
 
-    def state_of(self, engine: int) -> EngineState:
-        """Return what one engine holds, as far as its workers said."""
-        return held_by(self._peers_of(engine))
-
     def has_ended_on(self, engine: int) -> bool:
         """Return whether every worker of one engine has come and ended."""
         peers = self._peers_of(engine)

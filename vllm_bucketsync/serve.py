@@ -178,6 +178,18 @@ def release(worker: Worker) -> Result:
     return _answer(worker, worker.memory.release)
 
 
+def refusal(error: BaseException) -> Result:
+    """Return the answer of a worker that could not even begin, or not end, to answer."""
+    logger.error("the worker could not answer", exc_info=error)
+    return {
+        "ok": False,
+        "state": str(EngineState.UNKNOWN),
+        "rank": -1,
+        "dp_index": -1,
+        "error": _error(*to_wire(error)),
+    }
+
+
 def _answer(worker: Worker, act: Callable[[], None]) -> Result:
     """Act, and return the worker's status with ``error`` set where that failed."""
     error: Result | None = None

@@ -28,7 +28,7 @@ from .errors import (
     utf8,
 )
 from .layout import Manifest
-from .messages import MAX_VERSION_CHARS
+from .messages import MAX_PATTERN_CHARS, MAX_PATTERNS, MAX_VERSION_CHARS
 from .outcome import after_commit, check_calls, explained
 from .report import PushReport, report_of
 from .rundir import remove_stale
@@ -41,6 +41,10 @@ from .transport.registry import candidates
 from .update import Update
 
 logger = logging.getLogger(__name__)
+
+
+# For an engine's call to return, once its workers have: a moment, unless one is stopped.
+RETURN_TIMEOUT_S = 3.0
 
 
 class WeightSync:
@@ -266,7 +270,8 @@ class WeightSync:
                 self.close()
 
     def _check_idle(self) -> None:
-        if not all(call.is_done for call in self._calls):
+        deadline_s = time.monotonic() + RETURN_TIMEOUT_S
+        if not all(call.wait(max(0.0, deadline_s - time.monotonic())) for call in self._calls):
             raise EngineBusyError(
                 "an earlier update still occupies the engine and cannot be cancelled: a worker "
                 "is stopped or hangs; continue or restart it"
@@ -316,8 +321,7 @@ class WeightSync:
                 check_calls(self._engines, self._calls)
             answers = [call.result for call in self._calls]
         if sender.error is not None:
-            # Half-read slots cannot be told from free ones: begin anew next time.
-            self._slots.release()
+            # The slots stay: the next push begins only when no worker can read them.
             raise explained(sender.error, sender)
         if not all(answer is not None and answer.drops_caches for answer in answers):
             raise after_commit(
@@ -345,6 +349,8 @@ class WeightSync:
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
         found = []
+        for engine in self._engines:
+            engine.check_ready()
         for index, engine in enumerate(self._engines):
             answers = engine.call(method) if engine.is_in_process else self._wait(engine, method)
             found += [answer | {"engine": index} for answer in answers]
@@ -377,7 +383,14 @@ def _patterns(partial: Sequence[str]) -> tuple[str, ...]:
     """Refuse one pattern in place of several: its every letter would be one, ``*`` too."""
     if isinstance(partial, str):
         raise ConfigError(f"partial is {partial!r}; expected a list of patterns: [{partial!r}]")
-    return tuple(partial)
+    patterns = tuple(partial)
+    longest = max(map(len, patterns), default=0)
+    if longest > MAX_PATTERN_CHARS or len(patterns) > MAX_PATTERNS:
+        raise ConfigError(
+            f"partial has {len(patterns)} patterns of up to {longest} characters; at most "
+            f"{MAX_PATTERNS} of {MAX_PATTERN_CHARS} are allowed; one with a * stands for many"
+        )
+    return patterns
 
 
 def _is_count(value: object) -> bool:

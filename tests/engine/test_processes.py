@@ -16,7 +16,6 @@ from support import tiny_models
 from support.process_engines import EXTENSION, Holding, running_processes
 
 from vllm_bucketsync import (
-    EngineAsleepError,
     MissingTensorError,
     TensorMismatchError,
     UnknownTensorError,
@@ -126,17 +125,15 @@ def test_a_source_that_fails_half_way_leaves_a_torn_engine_that_the_next_push_me
         assert Holding.of(stage.llm) == stage.new
 
 
-def test_an_engine_that_sleeps_is_refused_before_its_workers_are_asked(stage: Stage) -> None:
+def test_weights_change_between_waking_them_up_and_waking_the_cache_up(stage: Stage) -> None:
     with WeightSync(stage.llm) as sync:
-        sync.push(tensors(stage, 1), version="awake")
+        sync.push(tensors(stage, 0), version="before the sleep")
         stage.llm.sleep(level=1)
-        try:
-            with pytest.raises(EngineAsleepError, match="wake"):
-                sync.push(tensors(stage, 0), version="asleep")
-        finally:
-            stage.llm.wake_up()
+        stage.llm.wake_up(tags=["weights"])
+        sync.push(tensors(stage, 1), version="while the cache sleeps")
+        stage.llm.wake_up(tags=["kv_cache"])
+
         assert Holding.of(stage.llm) == stage.new
-        sync.push(tensors(stage, 1), version="awake again")
 
 
 def test_an_engine_without_the_extension_is_refused_and_stays_well(

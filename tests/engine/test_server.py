@@ -162,7 +162,7 @@ def test_the_death_of_a_trainer_stops_the_traffic_only_of_a_torn_engine(
         status = sync.status()[0]
         assert (status["is_torn"], status["num_failures"] > 0) == (is_torn, True)
         deadline_s = time.monotonic() + 10
-        while http.get("/v1/bucketsync/info").json()["is_paused"] is not is_torn:
+        while http.get("/v1/bucketsync/engine").json()["is_paused"] is not is_torn:
             assert time.monotonic() < deadline_s
         if not is_torn:
             assert {p: ask(http, p) for p in PROMPTS} == stage.answers["a"]

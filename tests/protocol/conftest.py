@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -24,19 +22,30 @@ def _resource_tracker() -> None:
     resource_tracker.ensure_running()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _session_dir() -> Iterator[Path]:
+    """Where everything of these tests lies that has no directory of its own.
+
+    Not the default: what another program leaves there is not ours to judge.
+    """
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_BUCKETSYNC_DIR", str(path))
+        yield path
+    _remove(path)
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_resource_tracker: None) -> Iterator[None]:
-    files, fds, children = _files(), _fds(), _children()
+def _nothing_is_left(_resource_tracker: None, _session_dir: Path) -> Iterator[None]:
+    fds, children = _fds(), _children()
+    assert list(_session_dir.rglob("*")) == []
 
     yield
 
     gc.collect()
-    assert _children() == children
-    # What another program made meanwhile is not ours to judge: ask twice, and who is there.
-    if _files() - files and not _others_use_shm():
-        assert _files() - files == set()
-    left = {fd: target for fd, target in _fds().items() if fd not in fds}
-    assert left == {}
+    assert _children() - children == set()
+    assert list(_session_dir.rglob("*")) == []
+    assert {fd: target for fd, target in _fds().items() if fd not in fds} == {}
 
 
 @pytest.fixture
@@ -54,22 +63,6 @@ def _remove(path: Path) -> None:
     for item in sorted(path.rglob("*"), reverse=True):
         item.rmdir() if item.is_dir() and not item.is_symlink() else item.unlink()
     path.rmdir()
-
-
-def _files() -> set[str]:
-    return {
-        path.name for path in SHM.iterdir() if path.name.startswith(("vllm_bucketsync", "torch_"))
-    }
-
-
-def _others_use_shm() -> bool:
-    ours = {os.getpid(), *_children()}
-    for process in psutil.process_iter():
-        maps = Path(f"/proc/{process.pid}/maps")
-        with contextlib.suppress(OSError):
-            if process.pid not in ours and str(SHM) in maps.read_text():
-                return True
-    return False
 
 
 def _fds() -> dict[int, str]:

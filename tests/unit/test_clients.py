@@ -30,7 +30,6 @@ from vllm_bucketsync.clients.http import HttpEngine
 from vllm_bucketsync.clients.llm import LlmEngine
 from vllm_bucketsync.errors import (
     ConfigError,
-    EngineAsleepError,
     EngineBusyError,
     EngineUnreachableError,
     UnsupportedError,
@@ -338,16 +337,12 @@ class FakeLlm:
         self.world_size = 2 - is_in_process
         self.worker_extension_cls = extension
         self.resets_prefix_cache = True
-        self.sleeps = False
         if is_in_process:
             self.driver_worker = object()
             self.model_executor = self
             self.engine_core: Any = self
         else:
             self.engine_core = _Client()
-
-    def is_sleeping(self) -> bool:
-        return self.sleeps
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
@@ -394,11 +389,9 @@ def test_an_in_process_llm_is_known_by_the_worker_that_it_drives() -> None:
 
 
 def test_an_llm_that_cannot_be_updated_says_why() -> None:
-    asleep, plain, stuck = FakeLlm(), FakeLlm(extension=""), FakeLlm()
-    asleep.sleeps, stuck.resets_prefix_cache = True, False
+    plain, stuck = FakeLlm(extension=""), FakeLlm()
+    stuck.resets_prefix_cache = False
 
-    with pytest.raises(EngineAsleepError, match="wake_up"):
-        connect(asleep)[0].check_ready()
     with pytest.raises(UnsupportedError, match="--worker-extension-cls"):
         connect(plain)[0].check_ready()
     assert not connect(stuck)[0].update(request()).drops_caches

@@ -38,7 +38,7 @@ class FakeEngineClient:
     def __init__(self) -> None:
         self.vllm_config = self
         self.parallel_config = self
-        self.world_size_across_dp = 2
+        self.world_size = 2
         self.worker_extension_cls = "vllm_bucketsync.WorkerExtension"
         self.results: list[dict[str, Any]] = [GOOD, GOOD]
         self.resets = True
@@ -94,14 +94,17 @@ def metric(name: str) -> float:
     return REGISTRY.get_sample_value(f"vllm_bucketsync_{name}") or 0.0
 
 
-def test_a_trainer_learns_what_it_has_to_know(server: TestClient) -> None:
+def test_a_trainer_learns_what_it_has_to_know_without_asking_the_engine(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
     found = server.get("info").json()
 
     assert found["num_workers"] == 2
     assert found["protocol"] == PROTOCOL_VERSION
     assert found["worker_extension_cls"] == "vllm_bucketsync.WorkerExtension"
-    assert found["is_paused"] is False
-    assert found["weight_version"] == "default"
+    assert found["is_updating"] is False
+    assert engine.asked == []
+    assert server.get("engine").json() == {"is_paused": False, "weight_version": "default"}
 
 
 def test_an_update_goes_to_every_worker_and_is_counted(
@@ -181,7 +184,7 @@ def test_workers_without_the_extension_are_never_asked(
 
     answer = server.post(path, json=UPDATE)
 
-    assert answer.status_code == 409
+    assert answer.status_code == 501
     assert "--worker-extension-cls" in answer.json()["detail"]
     assert engine.asked == []
 
@@ -345,5 +348,41 @@ def test_the_server_is_asked_for_nothing_outside_of_what_its_key_guards() -> Non
     Endpoint().attach_router(app)
 
     ours = [route.path for route in app.routes if "bucketsync" in getattr(route, "path", "")]  # type: ignore[attr-defined]
-    assert len(ours) == 7
+    assert len(ours) == 8
     assert all(path.startswith("/v1/bucketsync/") for path in ours)
+
+
+def test_every_replica_is_heard_and_one_that_is_torn_keeps_the_engine_paused(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    class Core:
+        engine_ranks_managed = (0, 1)
+
+        async def call_utility_all_async(self, name: str, *args: Any) -> list[list[Any]]:
+            engine.asked.append((name, *args))
+            return [[GOOD, GOOD], [GOOD, TORN]]
+
+    engine.engine_core = Core()  # type: ignore[attr-defined]
+
+    assert server.get("info").json()["num_workers"] == 4
+    assert server.post("update", json=UPDATE).json()["results"] == [GOOD, GOOD, GOOD, TORN]
+    rpc = ("collective_rpc", "update_weights_from_bucket", None, (OFFER,), None)
+    assert engine.asked == ["pause wait", rpc]
+    assert len(server.post("status").json()["results"]) == 4
+
+
+def test_a_worker_without_the_method_leaves_no_engine_paused(engine: FakeEngineClient) -> None:
+    app, endpoint = FastAPI(), Endpoint()
+    endpoint.attach_router(app)
+
+    async def fail(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        raise AttributeError(f"'Worker' object has no attribute {method!r}")
+
+    engine.collective_rpc = fail  # type: ignore[method-assign]
+    asyncio.run(endpoint.init_state(engine, app.state, Namespace()))
+    with (
+        TestClient(app, base_url="http://test/v1/bucketsync") as server,
+        pytest.raises(AttributeError),
+    ):
+        server.post("update", json=UPDATE)
+    assert engine.asked == ["pause wait", "resume"]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Coroutine
 from typing import Any
 
-from ..errors import ConfigError, EngineUnreachableError
+from ..errors import ConfigError
 from . import online
 from .base import UpdateAnswer, UpdateRequest, without_extension
-
-# Control requests only; the update itself has deadlines of its own and no timeout here.
-REQUEST_TIMEOUT_S = 60.0
 
 
 class AsyncLlmEngine:
@@ -41,9 +37,8 @@ class AsyncLlmEngine:
             self._loop = None
 
     def num_workers(self) -> int:
-        """Return tensor times pipeline parallel size, times the replicas it drives."""
-        replicas = getattr(self._llm.engine_core, "engine_ranks_managed", [0])
-        return int(self._config.world_size) * max(1, len(replicas))
+        """Return how many workers all of its replicas have."""
+        return online.num_workers(self._llm)
 
     def check_ready(self) -> None:
         """See ``Engine``. Whether weights are asleep only the workers can tell."""
@@ -53,36 +48,24 @@ class AsyncLlmEngine:
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """See ``Engine``."""
-        answer: UpdateAnswer = self._ask(online.update(self._llm, request), timeout_s=None)
+        answer: UpdateAnswer = self._ask(online.update(self._llm, request))
         return answer
 
     def call(self, method: str) -> list[Any]:
         """See ``Engine``."""
-        return list(self._ask(self._llm.collective_rpc(method), timeout_s=None))
+        return list(self._ask(online.call_workers(self._llm, method)))
 
     def close(self) -> None:
         """Hold nothing."""
 
-    def _ask(
-        self, question: Coroutine[Any, Any, Any], *, timeout_s: float | None = REQUEST_TIMEOUT_S
-    ) -> Any:
+    def _ask(self, question: Coroutine[Any, Any, Any]) -> Any:
+        """Have a question answered on the engine's loop. No timeout."""
         try:
             loop = self._running_loop()
         except ConfigError:
             question.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(question, loop)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise
-            future.cancel()
-            raise EngineUnreachableError(
-                f"{self.name} did not answer within {timeout_s:g} s; its event loop is blocked, "
-                f"or its requests take longer",
-                url=self.name,
-            ) from error
+        return asyncio.run_coroutine_threadsafe(question, loop).result()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from ..errors import EngineAsleepError, EngineState, UnsupportedError
+from ..errors import EngineState, UnsupportedError
 
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 UPDATE_METHOD = "update_weights_from_bucket"
@@ -79,7 +79,6 @@ class Engine(Protocol):
 
         Raises:
             ConfigError: It cannot be asked from this thread.
-            EngineAsleepError: Its weights are asleep.
             EngineUnreachableError: It does not answer.
             UnsupportedError: It was started without the extension.
         """
@@ -126,14 +125,6 @@ def may_resume(
     is_whole = is_whole and not any(result.get("is_torn") for result in said)
     mends = any(result.get("was_torn") for result in said)
     return resume_torn or (is_whole and (not was_paused or mends))
-
-
-def asleep(name: str, *, how: str) -> EngineAsleepError:
-    """Return the refusal of an engine whose weights are asleep."""
-    return EngineAsleepError(
-        f"{name} is asleep and an update would write to memory that is not there; nothing was "
-        f"started; wake it up first ({how})"
-    )
 
 
 def without_extension(found: str) -> UnsupportedError:

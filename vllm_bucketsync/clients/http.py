@@ -21,6 +21,7 @@ from .base import (
     may_resume,
     verdict,
     without_extension,
+    without_method,
 )
 
 # Control requests only; the update itself has deadlines of its own and no timeout here.
@@ -176,7 +177,12 @@ class _DevelopmentRoutes:
                 "POST", "/pause", params={"mode": str(request.pause)}, timeout=request.timeout_s
             )
             state = EngineState.UNKNOWN
-            results = self._call(UPDATE_METHOD, request.offer)
+            try:
+                results = self._call(UPDATE_METHOD, request.offer)
+            except EngineUnreachableError as error:
+                if without_method(error) is not None:
+                    state = EngineState.UNCHANGED
+                raise
             state = verdict(results)
             drops_caches = state is not EngineState.COMMITTED or self._finish(request.version)
         finally:

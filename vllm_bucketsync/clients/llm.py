@@ -9,7 +9,6 @@ from .base import (
     UPDATE_METHOD,
     UpdateAnswer,
     UpdateRequest,
-    asleep,
     verdict,
     without_extension,
 )
@@ -39,11 +38,12 @@ class LlmEngine:
         return int(self._config.world_size) * max(1, len(replicas))
 
     def check_ready(self) -> None:
-        """See ``Engine``."""
+        """See ``Engine``. Whether weights are asleep only the workers can tell.
+
+        vLLM says so of an engine whose weights were woken up and whose cache was not.
+        """
         if not self._config.worker_extension_cls:
             raise without_extension("the LLM has no worker_extension_cls")
-        if self._llm.llm_engine.is_sleeping():
-            raise asleep(self.name, how="llm.wake_up()")
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """See ``Engine``. An ``LLM`` runs requests only while it is asked to: no pause."""

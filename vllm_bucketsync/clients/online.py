@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from ..errors import ChannelTimeoutError, EngineState
-from .base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, may_resume, verdict
+from .base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, may_resume, verdict, without_method
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,12 @@ async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
     try:
         await _pause(engine, request)
         state = EngineState.UNKNOWN
-        results = await _call(engine, request)
+        try:
+            results = await _call(engine, request)
+        except Exception as error:
+            if without_method(error) is not None:
+                state = EngineState.UNCHANGED
+            raise
         state = verdict(results)
         drops_caches = state is not EngineState.COMMITTED or await finish(engine, request.version)
     finally:
@@ -46,6 +51,24 @@ async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
         else:
             logger.warning("the engine stays paused: its weights are %s", state)
     return UpdateAnswer(results=results, drops_caches=drops_caches)
+
+
+async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
+    """Run a method on every worker of every data-parallel replica.
+
+    vLLM's own ``collective_rpc`` asks them all and returns what the first one said.
+    """
+    ask_all = getattr(getattr(engine, "engine_core", None), "call_utility_all_async", None)
+    if ask_all is None:
+        return list(await engine.collective_rpc(method, args=args))
+    replicas = await ask_all("collective_rpc", method, None, args, None)
+    return [result for results in replicas for result in results]
+
+
+def num_workers(engine: Any) -> int:
+    """Return tensor times pipeline parallel size, times the replicas that it drives."""
+    replicas = getattr(getattr(engine, "engine_core", None), "engine_ranks_managed", [0])
+    return int(engine.vllm_config.parallel_config.world_size) * max(1, len(replicas))
 
 
 async def finish(engine: Any, version: str) -> bool:
@@ -75,4 +98,4 @@ async def _pause(engine: Any, request: UpdateRequest) -> None:
 
 
 async def _call(engine: Any, request: UpdateRequest) -> list[Any]:
-    return list(await engine.collective_rpc(UPDATE_METHOD, args=(request.offer,)))
+    return await call_workers(engine, UPDATE_METHOD, request.offer)

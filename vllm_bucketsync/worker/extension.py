@@ -7,6 +7,7 @@ name, and state that is made on first use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ class WorkerExtension:
         return serve.Worker(
             make_sink=make_sink,
             rank=worker.rank,
-            dp_index=worker.vllm_config.parallel_config.data_parallel_index,
+            dp_index=getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0),
             world_size=worker.vllm_config.parallel_config.world_size,
             device=str(worker.device),
         )
@@ -67,12 +68,19 @@ class WorkerExtension:
         Returns:
             ``ok``, ``state``, ``rank``, ``dp_index``, ``version``, ``error``.
         """
-        return serve.update(self._bucketsync_worker, offer)
+        return self._bucketsync_answer(lambda worker: serve.update(worker, offer))
 
     def bucketsync_status(self) -> dict[str, Any]:
         """Return what this worker holds: version, torn or not, memory, counts."""
-        return serve.status(self._bucketsync_worker)
+        return self._bucketsync_answer(serve.status)
 
     def bucketsync_release(self) -> dict[str, Any]:
         """Close the shared memory that is kept between updates."""
-        return serve.release(self._bucketsync_worker)
+        return self._bucketsync_answer(serve.release)
+
+    def _bucketsync_answer(self, act: Callable[[serve.Worker], serve.Result]) -> serve.Result:
+        """Act, and answer with data whatever fails, on a vLLM that we do not know included."""
+        try:
+            return act(self._bucketsync_worker)
+        except Exception as error:  # noqa: BLE001 - a raise desynchronises vLLM's executor
+            return serve.refusal(error)
