@@ -111,8 +111,10 @@ def test_a_forked_child_can_neither_push_nor_close_what_is_its_parents(shm_dir: 
     with WeightSync(engine, dir=shm_dir) as sync:
         sync.push(TENSORS, version=1)
 
+        parent = os.getpid()
+
         def push() -> None:
-            with pytest.raises(ConfigError, match=f"process {HOST.pid}"):
+            with pytest.raises(ConfigError, match=f"process {parent}"):
                 sync.push(TENSORS, version=2)
 
         assert _in_a_fork(push) == 0
@@ -180,7 +182,7 @@ class AbsentEngine(ThreadEngine):
     """Its workers come too late."""
 
     def _act(self, index: int, act: Callable[..., Any], *args: Any) -> Any:
-        time.sleep(3)
+        time.sleep(6)
         return super()._act(index, act, *args)
 
 
@@ -219,7 +221,8 @@ def test_strangers_keep_no_deadline_away(shm_dir: str) -> None:
         begin_s = time.monotonic()
         with pytest.raises(ChannelTimeoutError, match="0 of 1 workers said hello"):
             sync.push(TENSORS, version=1)
-        assert time.monotonic() - begin_s < 2.5
+        # The deadline, and what workers get to answer an abort.
+        assert time.monotonic() - begin_s < 5
         is_over.set()
         thread.join(30)
         assert all(call.wait(30) for call in sync._calls)

@@ -122,7 +122,9 @@ def engine(server: Server) -> Iterator[HttpEngine]:
     found.close()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://h", "http://", "/a/path"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://h", "http://", "http://[::1", "/a/path"]
+)
 def test_what_is_no_base_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="http://localhost:8000"):
         connect(url)
@@ -284,6 +286,17 @@ def test_a_server_at_work_on_another_update_is_busy(server: Server, engine: Http
 
     with pytest.raises(EngineBusyError, match="another update runs"):
         engine.update(request())
+
+
+def test_a_server_below_a_root_path_is_asked_there(server: Server) -> None:
+    server.answers = {
+        "/models/one/v1/bucketsync/info": (200, {"num_workers": 2, "worker_extension_cls": "x"})
+    }
+    engine = HttpEngine(f"{server.url}/models/one/")
+
+    assert engine.num_workers() == 2
+    assert engine.name == f"{server.url}/models/one (bucketsync_http)"
+    engine.close()
 
 
 def test_a_wrong_key_says_what_to_pass(server: Server, engine: HttpEngine) -> None:
