@@ -25,6 +25,7 @@ from .clients import online
 from .clients.base import (
     RELEASE_METHOD,
     STATUS_METHOD,
+    OwnPause,
     PauseMode,
     UpdateAnswer,
     UpdateRequest,
@@ -83,12 +84,14 @@ class _State:
     Attributes:
         engine: vLLM's ``EngineClient``.
         metrics: On the server's own ``/metrics``.
+        pause: Whether the engine is paused because an update left it so.
         running: The update that runs, if there is one; nobody may be waiting for it.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.metrics = _metrics()
+        self.pause = OwnPause()
         self.running: set[asyncio.Task[UpdateAnswer]] = set()
 
 
@@ -125,7 +128,11 @@ class _Metrics:
             with contextlib.suppress(ValueError):
                 self.version.set(float(version))
         self.torn.set(
-            any(one.get("is_torn") or one.get("state") == EngineState.TORN for one in results)
+            any(
+                one.get("is_torn") or one.get("state") == EngineState.TORN
+                for one in results
+                if isinstance(one, dict)
+            )
         )
 
 
@@ -176,6 +183,10 @@ async def update(request: Request) -> dict[str, Any]:
         answer = await asyncio.shield(running)
     except ChannelTimeoutError as error:
         raise HTTPException(504, str(error)) from error
+    # Whatever vLLM raised: a bare 500 would not tell the trainer why.
+    except Exception as error:
+        text = f"the engine's call failed: {type(error).__name__}: {error}"
+        raise HTTPException(502, text) from error
     return {"results": answer.results, "drops_caches": answer.drops_caches}
 
 
@@ -189,7 +200,7 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
         timeout_s=body.offer.connect_timeout_s,
     )
     try:
-        answer = await online.update(state.engine, request)
+        answer = await online.update(state.engine, request, pause=state.pause)
     except Exception:
         if body.pause is not None:
             state.metrics.failures.inc()

@@ -87,6 +87,8 @@ def open_source(given: object, *, rename: Rename | None = None) -> Source:
             return _open_mapping(given, names)
         case list() | tuple() | ItemsView():
             return _open_pairs(list(given), names)
+        case str() if not given:
+            raise SourceError("the path of the checkpoint is empty; nothing was sent")
         case str() | Path():
             return _open_checkpoint(Path(given).expanduser(), names)
         case Iterable() if not isinstance(given, torch.Tensor | bytes | bytearray):

@@ -11,7 +11,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -383,6 +383,8 @@ def _patterns(partial: Sequence[str]) -> tuple[str, ...]:
     """Refuse one pattern in place of several: its every letter would be one, ``*`` too."""
     if isinstance(partial, str):
         raise ConfigError(f"partial is {partial!r}; expected a list of patterns: [{partial!r}]")
+    if not isinstance(partial, Iterable) or not all(isinstance(one, str) for one in partial):
+        raise ConfigError(f"partial is {partial!r}; expected a list of patterns, each a str")
     patterns = tuple(partial)
     longest = max(map(len, patterns), default=0)
     if longest > MAX_PATTERN_CHARS or len(patterns) > MAX_PATTERNS:

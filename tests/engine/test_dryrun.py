@@ -296,3 +296,17 @@ def test_a_loader_that_does_more_than_to_copy_is_impure_and_loads_all_the_same(
     monkeypatch.undo()
     push(world.sink(), tensors)
     world.holds(1)
+
+
+@qwen3
+def test_floats_sent_as_integers_are_refused_and_other_floats_are_not(world: World) -> None:
+    before = world.live()
+    good = world.tensors(1)
+
+    error = _refusal(world, good | {Q_PROJ: good[Q_PROJ].to(torch.int64)})
+
+    assert isinstance(error, TensorMismatchError)
+    assert (error.name, error.expected, error.got) == (Q_PROJ, "float32", "int64")
+    assert world.live() == before
+    halved = {name: tensor.to(torch.bfloat16) for name, tensor in good.items()}
+    assert _dry_run(world, halved).problems == ()

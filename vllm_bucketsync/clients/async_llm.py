@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from . import online
-from .base import UpdateAnswer, UpdateRequest, without_extension
+from .base import OwnPause, UpdateAnswer, UpdateRequest, without_extension
 
 
 class AsyncLlmEngine:
@@ -31,6 +31,7 @@ class AsyncLlmEngine:
         """
         self._llm = llm
         self._config = llm.vllm_config.parallel_config
+        self._pause = OwnPause()
         try:
             self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -48,7 +49,7 @@ class AsyncLlmEngine:
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """See ``Engine``."""
-        answer: UpdateAnswer = self._ask(online.update(self._llm, request))
+        answer: UpdateAnswer = self._ask(online.update(self._llm, request, pause=self._pause))
         return answer
 
     def call(self, method: str) -> list[Any]:

@@ -60,6 +60,17 @@ class UpdateAnswer:
     drops_caches: bool = True
 
 
+@dataclass(slots=True)
+class OwnPause:
+    """What whoever asks for updates remembers of an engine between them.
+
+    Attributes:
+        is_ours: It is paused because an update left it so, and not by somebody else.
+    """
+
+    is_ours: bool = False
+
+
 class Engine(Protocol):
     """One engine, as a trainer asks it. Every method blocks."""
 
@@ -98,10 +109,11 @@ class Engine(Protocol):
 
 def verdict(results: Sequence[Any]) -> EngineState:
     """Return what an engine holds, as its workers' results say."""
-    states = {result.get("state") for result in results if isinstance(result, dict)}
-    if len(states) == 1 and len(results):
-        return EngineState(states.pop() or EngineState.UNKNOWN)
-    return EngineState.TORN if EngineState.TORN in states else EngineState.UNKNOWN
+    states = {result.get("state") if isinstance(result, dict) else None for result in results}
+    known = {state for state in EngineState if state in states}
+    if EngineState.TORN in known:
+        return EngineState.TORN
+    return known.pop() if len(known) == len(states) == 1 else EngineState.UNKNOWN
 
 
 def may_resume(

@@ -16,6 +16,7 @@ from .base import (
     RELEASE_METHOD,
     STATUS_METHOD,
     UPDATE_METHOD,
+    OwnPause,
     UpdateAnswer,
     UpdateRequest,
     may_resume,
@@ -152,6 +153,7 @@ class _DevelopmentRoutes:
     def __init__(self, http: _Http) -> None:
         self._http = http
         self._extension: str | None = None
+        self._pause = OwnPause()
 
     def num_workers(self) -> int:
         answer = self._http.ask("GET", "/get_world_size", params={"include_dp": "true"})
@@ -171,7 +173,8 @@ class _DevelopmentRoutes:
             return UpdateAnswer(results=self._call(UPDATE_METHOD, request.offer))
         results: list[Any] = []
         state = EngineState.UNCHANGED
-        was_paused = bool(self._http.ask("GET", "/is_paused").json()["is_paused"])
+        is_paused = bool(self._http.ask("GET", "/is_paused").json()["is_paused"])
+        was_paused = is_paused and not self._pause.is_ours
         try:
             self._http.ask(
                 "POST", "/pause", params={"mode": str(request.pause)}, timeout=request.timeout_s
@@ -189,6 +192,9 @@ class _DevelopmentRoutes:
             resume_torn = request.resume_torn
             if may_resume(state, results, was_paused=was_paused, resume_torn=resume_torn):
                 self._http.ask("POST", "/resume")
+                self._pause.is_ours = False
+            else:
+                self._pause.is_ours = not was_paused
         return UpdateAnswer(results=results, drops_caches=drops_caches)
 
     def call(self, method: str) -> list[Any]:

@@ -12,17 +12,26 @@ import logging
 from typing import Any
 
 from ..errors import ChannelTimeoutError, EngineState
-from .base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, may_resume, verdict, without_method
+from .base import (
+    UPDATE_METHOD,
+    OwnPause,
+    UpdateAnswer,
+    UpdateRequest,
+    may_resume,
+    verdict,
+    without_method,
+)
 
 logger = logging.getLogger(__name__)
 
 
-async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
+async def update(engine: Any, request: UpdateRequest, *, pause: OwnPause) -> UpdateAnswer:
     """Run one update, on the engine's own loop.
 
     Args:
         engine: vLLM's ``EngineClient``.
         request: What is asked for.
+        pause: What is remembered of the engine from one update to the next.
 
     Raises:
         ChannelTimeoutError: The requests that ran did not end in time. Nothing was
@@ -32,7 +41,7 @@ async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
         return UpdateAnswer(results=await _call(engine, request))
     results: list[Any] = []
     state = EngineState.UNCHANGED
-    was_paused = await engine.is_paused()
+    was_paused = await engine.is_paused() and not pause.is_ours
     try:
         await _pause(engine, request)
         state = EngineState.UNKNOWN
@@ -48,7 +57,9 @@ async def update(engine: Any, request: UpdateRequest) -> UpdateAnswer:
         resume_torn = request.resume_torn
         if may_resume(state, results, was_paused=was_paused, resume_torn=resume_torn):
             await engine.resume_generation()
+            pause.is_ours = False
         else:
+            pause.is_ours = not was_paused
             logger.warning("the engine stays paused: its weights are %s", state)
     return UpdateAnswer(results=results, drops_caches=drops_caches)
 

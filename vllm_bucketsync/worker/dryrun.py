@@ -104,6 +104,7 @@ class _Run:
             self._find_dropped(order)
             now.problems.extend(completeness.overlaps(self._modules, self._metas))
             now.problems.extend(self._missing())
+            now.problems.extend(self._miscast())
         record = LoadRecord(
             copies=tuple(copy for copy in self._recorder.copies if copy.source not in now.failed),
             fills=tuple(self._recorder.fills),
@@ -112,6 +113,25 @@ class _Run:
             skipped=now.skipped,
         )
         return DryRunResult(record=record, problems=tuple(now.problems))
+
+    def _miscast(self) -> Iterator[Problem]:
+        """Yield what a cast would truncate: a float's bits sent as integers, or the reverse.
+
+        Casts between floats are vLLM's own business: checkpoints rely on them.
+        """
+        targets = {t.name: t for entry in self._modules for t in entry.targets.values()}
+        seen: set[int] = set()
+        for copy in self._recorder.copies:
+            target, sent = targets.get(copy.target), self._tensors[copy.source].dtype
+            if target is None or copy.source in seen or copy.source in self._now.failed:
+                continue
+            seen.add(copy.source)
+            if _is_number_line(sent) != _is_number_line(target.tensor.dtype):
+                yield problems.miscast(
+                    self._metas[copy.source],
+                    target=target.name,
+                    expected=str(target.tensor.dtype).removeprefix("torch."),
+                )
 
     def _worth_feeding(self) -> Iterator[int]:
         """Yield sources without tied duplicates and repeated names."""
@@ -293,3 +313,7 @@ def _wants_values(error: BaseException) -> bool:
             return True
         chain = chain.__cause__ or chain.__context__
     return False
+
+
+def _is_number_line(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

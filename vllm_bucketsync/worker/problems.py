@@ -17,6 +17,7 @@ from ..errors import (
     TensorMismatchError,
     UnknownTensorError,
 )
+from ..layout import TensorMeta
 from . import compat
 
 # More would not be read, and each costs another pass through vLLM's loaders.
@@ -106,6 +107,20 @@ def mismatch(name: str, *, shape: Sequence[int], target: str, expected: Sequence
         ),
         expected=str(tuple(expected)),
         got=str(tuple(shape)),
+    )
+
+
+def miscast(meta: TensorMeta, *, target: str, expected: str) -> Problem:
+    """Describe a tensor whose values a cast would destroy."""
+    return Problem(
+        cls=TensorMismatchError,
+        name=meta.name,
+        text=(
+            f"{meta.name!r} does not fit: expected {expected}, got {meta.dtype}, for {target} of "
+            f"the engine; a cast would truncate it; send its values in a dtype of that kind"
+        ),
+        expected=expected,
+        got=meta.dtype,
     )
 
 
