@@ -11,10 +11,11 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from .arguments import check_patterns, check_pause, check_version, is_count
 from .asking import Asking, Progress, RpcCall, UpdateCall
 from .channel import Listener
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
@@ -25,10 +26,8 @@ from .errors import (
     ConfigError,
     EngineBusyError,
     EngineUnreachableError,
-    utf8,
 )
 from .layout import Manifest
-from .messages import MAX_PATTERN_CHARS, MAX_PATTERNS, MAX_VERSION_CHARS
 from .outcome import after_commit, check_calls, explained
 from .report import PushReport, report_of
 from .rundir import remove_stale
@@ -79,7 +78,7 @@ class WeightSync:
             ConfigError: The engine or a setting is wrong.
         """
         self._settings = Settings.from_env(**settings)
-        if expected_workers is not None and not _is_count(expected_workers):
+        if expected_workers is not None and not is_count(expected_workers):
             raise ConfigError(
                 f"expected_workers is {expected_workers!r}; expected a whole number above 0"
             )
@@ -157,14 +156,14 @@ class WeightSync:
         """
         begin_s = time.monotonic()
         with self._exclusively():
-            mode = _pause_mode(pause)
-            patterns = _patterns(partial)
+            mode = check_pause(pause)
+            patterns = check_patterns(partial)
             for engine in self._engines:
                 engine.check_ready()
             opened = open_source(source, rename=rename)
             if dry_run and opened.declared is None:
                 opened = _read_metas(opened)
-            sender = self._sender(opened, _version(version), patterns, is_dry_run=dry_run)
+            sender = self._sender(opened, check_version(version), patterns, is_dry_run=dry_run)
             asking = Asking(
                 settings=self._settings,
                 pause=None if dry_run else mode,
@@ -377,43 +376,3 @@ def _read_metas(source: Source) -> Source:
     with contextlib.closing(source):
         manifest = Manifest([meta for meta, _ in source.tensors])
     return Source(declared=manifest, tensors=iter(()))
-
-
-def _patterns(partial: Sequence[str]) -> tuple[str, ...]:
-    """Refuse one pattern in place of several: its every letter would be one, ``*`` too."""
-    if isinstance(partial, str):
-        raise ConfigError(f"partial is {partial!r}; expected a list of patterns: [{partial!r}]")
-    if not isinstance(partial, Iterable) or not all(isinstance(one, str) for one in partial):
-        raise ConfigError(f"partial is {partial!r}; expected a list of patterns, each a str")
-    patterns = tuple(partial)
-    longest = max(map(len, patterns), default=0)
-    if longest > MAX_PATTERN_CHARS or len(patterns) > MAX_PATTERNS:
-        raise ConfigError(
-            f"partial has {len(patterns)} patterns of up to {longest} characters; at most "
-            f"{MAX_PATTERNS} of {MAX_PATTERN_CHARS} are allowed; one with a * stands for many"
-        )
-    return patterns
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _version(version: int | str) -> str:
-    text = str(version)
-    if utf8(text) != text:
-        raise ConfigError(f"version {text!r} cannot be written as UTF-8")
-    if len(text) > MAX_VERSION_CHARS:
-        raise ConfigError(
-            f"version has {len(text)} characters; at most {MAX_VERSION_CHARS} are allowed"
-        )
-    return text
-
-
-def _pause_mode(pause: str) -> PauseMode:
-    try:
-        return PauseMode(pause)
-    except ValueError:
-        raise ConfigError(
-            f"pause is {pause!r}; expected one of {', '.join(PauseMode)}; they are vLLM's words"
-        ) from None
