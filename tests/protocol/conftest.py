@@ -37,14 +37,13 @@ def _session_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(_resource_tracker: None, _session_dir: Path) -> Iterator[None]:
-    fds, children = _fds(), _children()
-    assert list(_session_dir.rglob("*")) == []
+    files, fds, children = set(_session_dir.rglob("*")), _fds(), _children()
 
     yield
 
     gc.collect()
     assert _children() - children == set()
-    assert list(_session_dir.rglob("*")) == []
+    assert set(_session_dir.rglob("*")) - files == set()
     assert {fd: target for fd, target in _fds().items() if fd not in fds} == {}
 
 

@@ -223,6 +223,7 @@ def test_a_stopped_trainer_is_a_timeout_for_the_worker(strike: int | str) -> Non
         name, (kind, _text) = trainer.receive()
         # What the worker said last is worth more than that it is gone.
         assert (name, kind) == ("error", "ChannelTimeoutError")
+        trainer.finish()
     serve.release(worker)
 
 
