@@ -99,6 +99,9 @@ def test_no_request_fails_and_every_answer_is_of_one_version_while_weights_chang
             report = sync.push(stage.folders["b" if number % 2 else "a"], version=number)
             assert report.engines == (f"{stage.url} (bucketsync_http)",)
             assert sync.status()[0]["version"] == str(number)
+            with stage.client() as http:
+                found = http.get("/v1/bucketsync/engine").json()
+            assert found == {"is_paused": False, "weight_version": str(number)}
 
     assert traffic.failures == []
     seen = dict.fromkeys(stage.answers, 0)
