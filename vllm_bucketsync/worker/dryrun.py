@@ -126,7 +126,7 @@ class _Run:
             if target is None or copy.source in seen or copy.source in self._now.failed:
                 continue
             seen.add(copy.source)
-            if _is_number_line(sent) != _is_number_line(target.tensor.dtype):
+            if _is_inexact(sent) != _is_inexact(target.tensor.dtype):
                 yield problems.miscast(
                     self._metas[copy.source],
                     target=target.name,
@@ -315,5 +315,5 @@ def _wants_values(error: BaseException) -> bool:
     return False
 
 
-def _is_number_line(dtype: torch.dtype) -> bool:
+def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
