@@ -34,9 +34,9 @@ from .rundir import remove_stale
 from .sender import Sender
 from .slots import Slots
 from .sources import Source, open_source
-from .streams import leave_thread
+from .streams import leave_thread, wait_for_trainer
 from .transfer import run_linked, run_remote
-from .transport.registry import candidates
+from .transport.registry import Wish, reclaim
 from .update import Update
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # For an engine's call to return, once its workers have: a moment, unless one is stopped.
 RETURN_TIMEOUT_S = 3.0
+# For idle workers to let go of device memory whose owner closes.
+CLOSE_TIMEOUT_S = 5.0
 
 
 class WeightSync:
@@ -108,7 +110,7 @@ class WeightSync:
         """Close what was forgotten: an open descriptor keeps all of the shared memory."""
         # At the interpreter's end what closing needs is gone, and the kernel does it.
         if not self._is_closed and not is_exiting():
-            self.close()
+            self._close(may_ask=False)
 
     def push(
         self,
@@ -171,6 +173,10 @@ class WeightSync:
                 progress=progress,
             )
             with contextlib.closing(opened):
+                if not dry_run:
+                    declared = opened.declared
+                    self._slots.make_room(None if declared is None else declared.aligned_bytes)
+                    wait_for_trainer(opened.devices)
                 self._run(sender, asking)
         report = report_of(
             sender,
@@ -229,12 +235,16 @@ class WeightSync:
             self._slots.release()
 
     def close(self) -> None:
-        """Give everything back on this end. Idempotent.
+        """Give everything back. Idempotent.
 
         While a push runs, on another thread or further up on this one, nothing more
         begins, and the push gives everything back at its end. The workers notice that
-        the memory has lost its owner with their next update.
+        the memory has lost its owner with their next update; only for device memory,
+        which cannot be freed while they have it mapped, are they asked to look at once.
         """
+        self._close(may_ask=True)
+
+    def _close(self, *, may_ask: bool) -> None:
         if os.getpid() != self._pid:
             # A forked child has copies: what they stand for is its parent's.
             return
@@ -243,11 +253,28 @@ class WeightSync:
             return
         try:
             self._slots.release()
+            if may_ask and reclaim():
+                self._let_workers_look()
             self._stop_listening()
             for engine in self._engines:
                 engine.close()
         finally:
             self._lock.release()
+
+    def _let_workers_look(self) -> None:
+        """Ask for what makes workers drop the regions of dead owners; then free those."""
+        calls = [RpcCall(functools.partial(one.call, STATUS_METHOD)) for one in self._engines]
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for call in calls:
+            call.wait(max(0.0, deadline_s - time.monotonic()))
+        num_bytes = reclaim()
+        if num_bytes:
+            logger.warning(
+                "%d bytes of device memory stay until the engine has looked for dead owners, with "
+                "its next update or status(): it did not answer in %g s",
+                num_bytes,
+                CLOSE_TIMEOUT_S,
+            )
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -292,8 +319,13 @@ class WeightSync:
             partial=partial,
             is_dry_run=is_dry_run,
         )
-        choices = candidates(self._settings.transport, is_in_process=self._is_in_process)
-        return Sender(update=update, source=source, slots=self._slots, choices=choices)
+        wish = Wish(
+            transport=self._settings.transport,
+            is_in_process=self._is_in_process,
+            device=source.device,
+        )
+        wish.check()
+        return Sender(update=update, source=source, slots=self._slots, wish=wish)
 
     def _num_workers(self, engine: Engine) -> int:
         found = self._expected_workers or engine.num_workers()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import serve
 from ..errors import UnsupportedError
+from ..transport.devices import uuid_of
 from .weights import WeightMemory, WeightSink
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class WorkerExtension:
             dp_index=getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0),
             world_size=worker.vllm_config.parallel_config.world_size,
             device=str(worker.device),
+            device_uuid=uuid_of(worker.device),
         )
 
     def update_weights_from_bucket(self, offer: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +75,10 @@ class WorkerExtension:
     def bucketsync_status(self) -> dict[str, Any]:
         """Return what this worker holds: version, torn or not, memory, counts."""
         return self._bucketsync_answer(serve.status)
+
+    def bucketsync_probe(self) -> dict[str, Any]:
+        """Return which transports this worker may be able to use, and by what that is told."""
+        return self._bucketsync_answer(serve.probe)
 
     def bucketsync_release(self) -> dict[str, Any]:
         """Close the shared memory that is kept between updates."""
