@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 
 from . import __version__
-from .probe import own_probe
 
 _logger = logging.getLogger(__name__)
 
@@ -20,5 +19,7 @@ def register() -> None:
     The worker extension needs no registration: vLLM finds it by the name given as
     ``worker_extension_cls``. Idempotent, and never raises.
     """
+    from .probe import own_probe
+
     found = own_probe()
     _logger.debug("vllm_bucketsync %s: %s, since %s", __version__, found.kind, found.reason)
