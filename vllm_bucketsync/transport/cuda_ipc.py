@@ -78,7 +78,7 @@ class CudaRegion:
         Args:
             num_bytes: Room for data; a header page is added.
             num_slots: How many slots will be flushed by number.
-            device: The GPU, with its index.
+            device: The GPU; without an index, the current one.
             directory: Setting ``dir``, for the lease.
 
         Raises:
@@ -272,7 +272,7 @@ def create_slots(
         settings: Slot size, number of slots, directory.
         needed_bytes: Bytes of the whole update with alignment; ``None`` where a stream
             did not say.
-        device: The GPU, with its index.
+        device: The GPU; without an index, the current one.
 
     Returns:
         The region, and the size of a slot in bytes.
@@ -292,6 +292,7 @@ class _Memory:
     """Device memory by its address, as torch takes it; lives as long as any view of it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
@@ -303,9 +304,10 @@ class _Memory:
 def _tensor_at(memory: _Memory, device: torch.device) -> torch.Tensor:
     """Return ``[num_bytes]``, uint8: the memory itself, never a copy."""
     tensor = torch.as_tensor(memory, device=device)
-    (address, _) = memory.__cuda_array_interface__["data"]
-    if tensor.data_ptr() != address:
-        raise RegionError(f"torch cannot show memory at {address:#x} on {device} without a copy")
+    if tensor.data_ptr() != memory.address:
+        raise RegionError(
+            f"torch cannot show memory at {memory.address:#x} on {device} without a copy"
+        )
     return tensor
 
 

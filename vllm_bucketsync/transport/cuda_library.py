@@ -50,10 +50,10 @@ class LoadedRuntime:
             UnsupportedError: There is none.
         """
         if torch.version.hip is not None:
-            names, prefix = ("libamdhip64.so",), "hip"
+            names, prefix = ["libamdhip64.so"], "hip"
         elif torch.version.cuda is not None:
             major = torch.version.cuda.partition(".")[0]
-            names, prefix = (f"libcudart.so.{major}", f"libcudart.so.{major}.0"), "cuda"
+            names, prefix = [f"libcudart.so.{major}", f"libcudart.so.{major}.0"], "cuda"
         else:
             raise UnsupportedError("this torch was built without CUDA; install one that has it")
         for name in names:

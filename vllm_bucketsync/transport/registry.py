@@ -72,9 +72,9 @@ class Wish:
     @property
     def gpu(self) -> torch.device:
         """The GPU whose memory carries buckets: that of the tensors, or else the current."""
-        is_gpu = self.device is not None and self.device.type == "cuda"
-        index = self.device.index if is_gpu and self.device is not None else None
-        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        if self.device is not None and self.device.type == "cuda":
+            return self.device
+        return torch.device("cuda")
 
 
 def candidates(wish: Wish, hellos: Sequence[Hello]) -> list[Choice]:

@@ -90,8 +90,8 @@ def create_shrinking(
             if on_full is None and smaller is None:
                 raise
         if on_full is not None:
-            on_full, make_room = None, on_full
-            make_room()
+            on_full()
+            on_full = None
         elif smaller is not None:
             logger.info("slots of %d bytes cannot be had; trying %d", size, smaller)
             size = smaller
