@@ -1,4 +1,4 @@
-"""One message of each kind, and the bytes that it has been since protocol 1.
+"""One message of each kind, and the bytes that it has been since protocol 2.
 
 Recorded once, never computed: whoever changes the wire changes ``PROTOCOL_VERSION``.
 """
@@ -15,16 +15,18 @@ from vllm_bucketsync.messages import Message
 GOLDEN: list[tuple[Message, str]] = [
     (
         messages.Hello(
-            token="t", protocol=1, plugin_version="0.1.0", engine=0, rank=1, dp_index=2,
+            token="t", protocol=2, plugin_version="0.1.0", engine=0, rank=1, dp_index=2,
             world_size=4, instance_id="i", pid=4711, host_id="h", boot_id="b", device="cuda:0",
-            device_uuid="u", transports=("shm",), regions=("r",), manifests=("m",),
+            device_uuid="u", transports=("shm",), transport_reason="no GPU", regions=("r",),
+            manifests=("m",),
         ),
         (
-            "de0011a474797065a568656c6c6fa5746f6b656ea174a870726f746f636f6c01ae706c7567696e5f"
+            "de0012a474797065a568656c6c6fa5746f6b656ea174a870726f746f636f6c02ae706c7567696e5f"
             "76657273696f6ea5302e312e30a6656e67696e6500a472616e6b01a864705f696e64657802aa776f"
             "726c645f73697a6504ab696e7374616e63655f6964a169a3706964cd1267a7686f73745f6964a168"
             "a7626f6f745f6964a162a6646576696365a6637564613a30ab6465766963655f75756964a175aa74"
-            "72616e73706f72747391a373686da7726567696f6e7391a172a96d616e69666573747391a16d"
+            "72616e73706f72747391a373686db07472616e73706f72745f726561736f6ea66e6f20475055a772"
+            "6567696f6e7391a172a96d616e69666573747391a16d"
         ),
     ),
     (
@@ -36,17 +38,18 @@ GOLDEN: list[tuple[Message, str]] = [
             ),
             regions=(messages.Region(0, 0, 512), messages.Region(0, 512, 512)),
             layout=BucketLayout(512, 3), manifest="m", num_metas=2, is_declared=True,
-            partial=("*.bias",),
+            transport_reason="asked for", partial=("*.bias",),
         ),
         (
-            "8ca474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
+            "8da474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
             "656967687473a97472616e73706f7274a373686da768616e646c65739285a474797065a373686da2"
             "6964a172a470617468aa2f6465762f73686d2f78a96e756d5f6279746573cd0400a663616e617279"
             "c420636363636363636363636363636363636363636363636363636363636363636383a474797065"
             "a6696e70726f63a26964a171a96e756d5f6279746573cd0200a7726567696f6e7392930000cd0200"
             "9300cd0200cd0200a66c61796f757482af736c6f745f73697a655f6279746573cd0200ab6d61785f"
             "656e747269657303a86d616e6966657374a16da96e756d5f6d6574617302ab69735f6465636c6172"
-            "6564c3a77061727469616c91a62a2e62696173"
+            "6564c3b07472616e73706f72745f726561736f6ea961736b656420666f72a77061727469616c91a6"
+            "2a2e62696173"
         ),
     ),
     (
@@ -55,11 +58,41 @@ GOLDEN: list[tuple[Message, str]] = [
             layout=BucketLayout(256),
         ),
         (
-            "8ca474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a764"
+            "8da474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a764"
             "697363617264a97472616e73706f7274a6696e70726f63a768616e646c657390a7726567696f6e73"
             "90a66c61796f757482af736c6f745f73697a655f6279746573cd0100ab6d61785f656e7472696573"
-            "cd2000a86d616e6966657374c0a96e756d5f6d6574617300ab69735f6465636c61726564c2a77061"
-            "727469616c90"
+            "cd2000a86d616e6966657374c0a96e756d5f6d6574617300ab69735f6465636c61726564c2b07472"
+            "616e73706f72745f726561736f6ea0a77061727469616c90"
+        ),
+    ),
+    (
+        messages.Open(
+            update_id="u", version="7", kind="weights", transport="cuda_ipc",
+            handles=(
+                messages.CudaIpcHandle(
+                    id="r", boot_id="b", device_uuid="GPU-1", num_bytes=512, memory=b"m" * 64,
+                    lease=messages.ShmHandle(id="r", path="/x", num_bytes=256, canary=b"c" * 32),
+                    events=(b"d" * 64, b"e" * 64),
+                ),
+            ),
+            regions=(messages.Region(0, 0, 256), messages.Region(0, 256, 256)),
+            layout=BucketLayout(256),
+        ),
+        (
+            "8da474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
+            "656967687473a97472616e73706f7274a8637564615f697063a768616e646c65739188a474797065"
+            "a8637564615f697063a26964a172a56c6561736585a474797065a373686da26964a172a470617468"
+            "a22f78a96e756d5f6279746573cd0100a663616e617279c420636363636363636363636363636363"
+            "6363636363636363636363636363636363a7626f6f745f6964a162ab6465766963655f75756964a5"
+            "4750552d31a96e756d5f6279746573cd0200a66d656d6f7279c4406d6d6d6d6d6d6d6d6d6d6d6d6d"
+            "6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d6d"
+            "6d6d6d6d6d6d6d6d6d6d6da66576656e747392c44064646464646464646464646464646464646464"
+            "64646464646464646464646464646464646464646464646464646464646464646464646464646464"
+            "6464646464c440656565656565656565656565656565656565656565656565656565656565656565"
+            "65656565656565656565656565656565656565656565656565656565656565a7726567696f6e7392"
+            "930000cd01009300cd0100cd0100a66c61796f757482af736c6f745f73697a655f6279746573cd01"
+            "00ab6d61785f656e7472696573cd2000a86d616e6966657374c0a96e756d5f6d6574617300ab6973"
+            "5f6465636c61726564c2b07472616e73706f72745f726561736f6ea0a77061727469616c90"
         ),
     ),
     (
