@@ -16,11 +16,13 @@ from functools import cache
 from pathlib import Path
 
 from .config import ENV_PREFIX
+from .errors import utf8
 
 Fact = str | int | bool | None
 
 # Settings of torch that say where its memory comes from; reported, since ours does not.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_VARIABLES = (*_ALLOCATOR_VARIABLES, "CUDA_VISIBLE_DEVICES", f"{ENV_PREFIX}TRANSPORT")
 _NO_DEVICES = frozenset({"", "-1", "NoDevFiles", "none", "void"})
 _MIB = 1024**2
 
@@ -61,7 +63,7 @@ def probe(
         platform: As ``sys.platform``.
     """
     facts = _facts(environ, Path(root), platform)
-    why_not = _why_not_cuda_ipc(environ, facts)
+    why_not = _why_not_cuda_ipc(facts)
     if why_not is not None:
         return TransportProbe("shm", why_not, facts)
     return TransportProbe("cuda_ipc", "a GPU is here and nothing rules CUDA IPC out", facts)
@@ -69,24 +71,26 @@ def probe(
 
 def _facts(environ: Mapping[str, str], root: Path, platform: str) -> dict[str, Fact]:
     shm = root / "dev/shm"
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    # Facts travel, and an environment may hold bytes that are no UTF-8.
+    said = {name: utf8(environ[name]) for name in _VARIABLES if name in environ}
+    visible = said.get("CUDA_VISIBLE_DEVICES")
     return {
         "platform": platform,
         "is_wsl": _is_wsl(root),
         "num_nvidia_devices": _count(root / "dev", "nvidia[0-9]*"),
-        "has_nvidia_control": (root / "dev/nvidiactl").exists(),
-        "has_amd_devices": (root / "dev/kfd").exists(),
+        "has_nvidia_control": _exists(root / "dev/nvidiactl"),
+        "has_amd_devices": _exists(root / "dev/kfd"),
         "visible_devices": visible,
         "has_mig_devices": visible is not None and "MIG-" in visible,
-        "allocator": next((environ[v] for v in _ALLOCATOR_VARIABLES if environ.get(v)), None),
+        "allocator": next(filter(None, map(said.get, _ALLOCATOR_VARIABLES)), None),
         "shm_free_mib": _free_mib(shm),
         "shm_is_writable": os.access(shm, os.W_OK | os.X_OK),
         "ptrace_scope": _read(root / "proc/sys/kernel/yama/ptrace_scope"),
-        "transport": environ.get(f"{ENV_PREFIX}TRANSPORT") or None,
+        "transport": said.get(f"{ENV_PREFIX}TRANSPORT") or None,
     }
 
 
-def _why_not_cuda_ipc(environ: Mapping[str, str], facts: Mapping[str, Fact]) -> str | None:
+def _why_not_cuda_ipc(facts: Mapping[str, Fact]) -> str | None:
     visible = facts["visible_devices"]
     if facts["transport"] == "shm":
         return f"{ENV_PREFIX}TRANSPORT is 'shm'"
@@ -103,9 +107,15 @@ def _why_not_cuda_ipc(environ: Mapping[str, str], facts: Mapping[str, Fact]) -> 
 
 
 def _is_wsl(root: Path) -> bool:
-    return (root / "dev/dxg").exists() or "microsoft" in (
-        _read(root / "proc/version") or ""
-    ).lower()
+    return _exists(root / "dev/dxg") or "microsoft" in (_read(root / "proc/version") or "").lower()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    # What may not be looked at is as good as missing.
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> str | None:
