@@ -101,12 +101,11 @@ class Slots:
 
     def without_failures(self, choices: list[Choice], hellos: Sequence[Hello]) -> list[Choice]:
         """Return the choices that may work: what failed with these workers is not retried."""
-        for index, choice in enumerate(choices[:-1]):
-            reason = self._failures.get((choice.kind, _instances(hellos)))
-            if reason is not None:
-                rest = choices[index + 1 :]
-                return [rest[0].after(choice.kind, reason), *rest[1:]]
-        return choices
+        workers, left = _instances(hellos), list(choices)
+        while len(left) > 1 and (left[0].kind, workers) in self._failures:
+            failed = left.pop(0).kind
+            left[0] = left[0].after(failed, self._failures[failed, workers])
+        return left
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:
         """Copy bytes into the slot of a bucket.

@@ -263,7 +263,11 @@ class WeightSync:
 
     def _let_workers_look(self) -> None:
         """Ask for what makes workers drop the regions of dead owners; then free those."""
-        calls = [RpcCall(functools.partial(one.call, STATUS_METHOD)) for one in self._engines]
+        calls = [
+            RpcCall(functools.partial(engine.call, STATUS_METHOD))
+            for engine in self._engines
+            if _can_be_asked(engine)
+        ]
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for call in calls:
             call.wait(max(0.0, deadline_s - time.monotonic()))
@@ -271,7 +275,7 @@ class WeightSync:
         if num_bytes:
             logger.warning(
                 "%d bytes of device memory stay until the engine has looked for dead owners, with "
-                "its next update or status(): it did not answer in %g s",
+                "its next update or status(): it could not be asked, or did not answer in %g s",
                 num_bytes,
                 CLOSE_TIMEOUT_S,
             )
@@ -401,6 +405,23 @@ class WeightSync:
                 f"{method} failed on {engine.name}: {call.error}", url=engine.name
             ) from call.error
         return call.result or []
+
+
+def _can_be_asked(engine: Engine) -> bool:
+    """Whether an engine may have memory mapped, and a thread beside this one can ask it."""
+    if engine.is_in_process:
+        return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    try:
+        engine.check_ready()
+    # Its answer would have to come from the very loop that waits for it.
+    except BucketSyncError as error:
+        logger.debug("%s cannot be asked here: %s", engine.name, error)
+        return False
+    return True
 
 
 def _read_metas(source: Source) -> Source:
