@@ -19,7 +19,7 @@ from support.gpu_trainer import hashes_of, many_tensors, train_with
 from support.thread_engine import ThreadEngine
 
 from vllm_bucketsync import TransportError, WeightSync
-from vllm_bucketsync.transport import cuda_ipc, cuda_runtime, parked, pinned, registry
+from vllm_bucketsync.transport import cuda_runtime, parked, pinned, registry
 from vllm_bucketsync.transport.cuda_library import LoadedRuntime
 from vllm_bucketsync.transport.devices import uuid_of
 
@@ -238,7 +238,7 @@ def test_a_handle_that_is_wrong_falls_back_to_shared_memory_in_the_same_update(
     def spoiled(kind: str, **arguments: Any) -> Any:
         region, layout, num_slots = create(kind, **arguments)
         if kind == "cuda_ipc":
-            region.handle = spoil(region.handle, change)
+            setattr(region, "handle", spoil(region.handle, change))  # noqa: B010 - read-only
         return region, layout, num_slots
 
     monkeypatch.setattr("vllm_bucketsync.slots.create_slots", spoiled)
@@ -267,8 +267,6 @@ def spoil(handle: Any, change: str) -> Any:
         case "event":
             return msgspec.structs.replace(handle, events=(bytes(64),) * 2)
         case _:
-            other = torch.zeros(cuda_ipc.HEADER_BYTES * 2, dtype=torch.uint8, device="cuda")
-            assert other.numel()
             lease = msgspec.structs.replace(handle.lease, canary=bytes(32))
             return msgspec.structs.replace(handle, lease=lease)
 

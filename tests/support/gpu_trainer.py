@@ -16,6 +16,7 @@ from vllm_bucketsync.sources import byte_view
 from vllm_bucketsync.sync import WeightSync
 
 from .fake_engine import FakeEngine
+from .trainer_process import PipeEngine, strike_around
 
 # What a worker's sink tells of each tensor.
 Loaded = dict[str, tuple[str, tuple[int, ...], str]]
@@ -93,9 +94,57 @@ def train_with(environment: dict[str, str], *, device: str = "cuda", **settings:
         process.close()
 
 
-def dying_source(at: int, number: int = signal.SIGKILL) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors on the GPU, and strike this process at one of them."""
-    for index in range(8):
+def _dying_source(tensors: dict[str, torch.Tensor], at: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, (name, tensor) in enumerate(tensors.items()):
         if index == at:
-            os.kill(os.getpid(), number)
-        yield f"layer.{index}", torch.full((1 << 18,), float(index), device="cuda")
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield name, tensor.cuda()
+
+
+def _train_and_die(
+    pipe: Connection, strike: int | str, transport: str, tensors: dict[str, torch.Tensor]
+) -> None:
+    if isinstance(strike, str):
+        strike_around(strike, signal.SIGKILL)
+    at = strike if isinstance(strike, int) else -1
+    with WeightSync(PipeEngine(pipe), slot_size="1MiB", transport=transport) as sync:
+        torch.zeros(1, device="cuda")
+        sync.push(_dying_source(tensors, at), version="lost")
+    os._exit(3)  # it was to be killed
+
+
+def die_while_pushing(
+    engine: Any, strike: int | str, transport: str, tensors: dict[str, torch.Tensor]
+) -> Any:
+    """Let a trainer ask for an update, and be killed in the middle of it.
+
+    Args:
+        engine: Has ``call``; is asked what the trainer asks.
+        strike: At which tensor, or at which step of the sender.
+        transport: What it uses.
+        tensors: What it would send, on the CPU.
+
+    Returns:
+        What the worker answered to the update.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_train_and_die, args=(theirs, strike, transport, tensors), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(60):
+            raise TimeoutError("the trainer asks for nothing")
+        method, arguments = ours.recv()
+        (result,) = engine.call(method, *arguments)
+        process.join(30)
+        if process.exitcode != -signal.SIGKILL:
+            raise RuntimeError(f"the trainer ended with {process.exitcode}")
+        return result
+    finally:
+        ours.close()
+        process.kill()
+        process.join(5)
+        process.close()

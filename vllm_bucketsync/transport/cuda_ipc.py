@@ -20,13 +20,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from weakref import finalize
 
 import torch
 
 from ..config import Settings
 from ..errors import (
-    BucketSyncError,
     LocalProtocolError,
     RegionError,
     RemoteProtocolError,
@@ -35,9 +33,9 @@ from ..errors import (
 from ..identity import HOST
 from ..layout import ALIGNMENT_BYTES
 from ..messages import CudaIpcHandle
-from ..rundir import Watch
-from . import cuda_runtime, parked
+from . import parked
 from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
+from .device_memory import DeviceMemory
 from .devices import uuid_of
 from .shm import OpenedShm, ShmRegion
 from .slots import create_shrinking
@@ -58,15 +56,15 @@ class CudaRegion:
         lease: ShmRegion,
         *,
         handle: CudaIpcHandle,
-        memory: torch.Tensor,
+        data: torch.Tensor,
         events: Sequence[torch.cuda.Event],
     ) -> None:
         """Use ``create``."""
         self.handle = handle
-        self.held_bytes = memory.numel()
+        self.held_bytes = HEADER_BYTES + handle.num_bytes
         self._lease = lease
         self._events = events
-        self._data: torch.Tensor | None = memory[HEADER_BYTES:]
+        self._data: torch.Tensor | None = data
         self._stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -86,13 +84,16 @@ class CudaRegion:
             UnsupportedError: This torch, or its CUDA, cannot do it.
         """
         parked.free_unused()
+        memory: DeviceMemory | None = None
         with _as_region_errors(f"device memory on {device}"), torch.cuda.device(device):
+            device = torch.device("cuda", torch.cuda.current_device())
             lease = ShmRegion.create(ALIGNMENT_BYTES, directory=directory)
             try:
-                memory, exported = _allocate(HEADER_BYTES + num_bytes, device, lease)
-                memory[:CANARY_BYTES] = torch.frombuffer(
-                    bytearray(lease.handle.canary), dtype=torch.uint8
-                ).to(device)
+                size = HEADER_BYTES + num_bytes
+                memory = DeviceMemory.allocate(size, device=device, watch=lease.watch())
+                data = memory.tensor
+                canary = torch.frombuffer(bytearray(lease.handle.canary), dtype=torch.uint8)
+                data[:CANARY_BYTES] = canary.to(device)
                 events = [torch.cuda.Event(interprocess=True) for _ in range(num_slots)]
                 torch.cuda.current_stream().synchronize()
                 handle = CudaIpcHandle(
@@ -101,13 +102,17 @@ class CudaRegion:
                     boot_id=HOST.boot_id,
                     device_uuid=uuid_of(device),
                     num_bytes=num_bytes,
-                    memory=exported,
+                    memory=memory.export(),
                     events=tuple(bytes(event.ipc_handle()) for event in events),
                 )
             except BaseException:
                 lease.close()
+                # By hand: the error that is on its way still refers to it.
+                if memory is not None:
+                    memory.give_up()
+                parked.free_unused()
                 raise
-        return cls(lease, handle=handle, memory=memory, events=events)
+        return cls(lease, handle=handle, data=data[HEADER_BYTES:], events=events)
 
     @property
     def num_bytes(self) -> int:
@@ -176,7 +181,7 @@ class OpenedCuda:
     Attributes:
         id: The handle's id.
         num_bytes: Room for data, in bytes.
-        held_bytes: Memory of its own that it takes: none, it is the sender's.
+        held_bytes: Device memory that is mapped; it is the sender's.
     """
 
     def __init__(
@@ -184,16 +189,16 @@ class OpenedCuda:
         lease: OpenedShm,
         *,
         handle: CudaIpcHandle,
-        memory: torch.Tensor,
+        data: torch.Tensor,
         events: Sequence[torch.cuda.Event],
     ) -> None:
         """Use ``open``."""
         self.id = handle.id
         self.num_bytes = handle.num_bytes
-        self.held_bytes = memory.numel()
+        self.held_bytes = HEADER_BYTES + handle.num_bytes
         self._lease = lease
         self._events = events
-        self._data: torch.Tensor | None = memory[HEADER_BYTES:]
+        self._data: torch.Tensor | None = data
 
     @classmethod
     def open(cls, handle: CudaIpcHandle, *, device: torch.device) -> OpenedCuda:
@@ -216,19 +221,28 @@ class OpenedCuda:
             )
         lease = OpenedShm.open(handle.lease)
         here = f"{device} ({uuid_of(device)})"
+        memory: DeviceMemory | None = None
         try:
             with _as_region_errors(f"memory of GPU {handle.device_uuid} on {here}"):
-                memory = _map(handle, device, lease)
-                _check_canary(memory, handle)
-                with torch.cuda.device(memory.device):
+                memory = DeviceMemory.open_exported(
+                    handle.memory,
+                    HEADER_BYTES + handle.num_bytes,
+                    device=device,
+                    hold=lease.hold(),
+                )
+                data = memory.tensor
+                _check_canary(data, handle)
+                with torch.cuda.device(device):
                     events = [
-                        torch.cuda.Event.from_ipc_handle(memory.device, event)
-                        for event in handle.events
+                        torch.cuda.Event.from_ipc_handle(device, event) for event in handle.events
                     ]
         except BaseException:
+            # By hand: the error that is on its way still refers to it.
+            if memory is not None:
+                memory.give_up()
             lease.close()
             raise
-        return cls(lease, handle=handle, memory=memory, events=events)
+        return cls(lease, handle=handle, data=data[HEADER_BYTES:], events=events)
 
     def await_writes(self, slot: int) -> None:
         """Make the current stream wait for what the sender wrote into a slot."""
@@ -288,64 +302,12 @@ def create_slots(
     return create_shrinking(settings, needed_bytes, make=make, on_full=torch.cuda.empty_cache)
 
 
-class _Memory:
-    """Device memory by its address, as torch takes it; lives as long as any view of it."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.address = address
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def _tensor_at(memory: _Memory, device: torch.device) -> torch.Tensor:
-    """Return ``[num_bytes]``, uint8: the memory itself, never a copy."""
-    tensor = torch.as_tensor(memory, device=device)
-    if tensor.data_ptr() != memory.address:
-        raise RegionError(
-            f"torch cannot show memory at {memory.address:#x} on {device} without a copy"
-        )
-    return tensor
-
-
-def _allocate(num_bytes: int, device: torch.device, lease: ShmRegion) -> tuple[torch.Tensor, bytes]:
-    index = _index_of(device)
-    address = cuda_runtime.allocate(num_bytes, device=index)
-    memory = _Memory(address, num_bytes)
-    finalize(memory, parked.park, lease.watch(), address, index, num_bytes).atexit = False
-    return _tensor_at(memory, device), cuda_runtime.export(address, device=index)
-
-
-def _map(handle: CudaIpcHandle, device: torch.device, lease: OpenedShm) -> torch.Tensor:
-    index = _index_of(device)
-    address = cuda_runtime.open_exported(handle.memory, device=index)
-    memory = _Memory(address, HEADER_BYTES + handle.num_bytes)
-    finalize(memory, _unmap, lease.hold(), address, index).atexit = False
-    return _tensor_at(memory, device)
-
-
-def _unmap(hold: Watch, address: int, device: int) -> None:
-    try:
-        cuda_runtime.close_opened(address, device=device)
-    # In a destructor, and perhaps while the process ends: there is nobody to tell.
-    except BucketSyncError as error:
-        logger.debug("device memory was not unmapped: %s", error)
-    hold.close()
-
-
 def _check_canary(memory: torch.Tensor, handle: CudaIpcHandle) -> None:
     found = bytes(memory[:CANARY_BYTES].cpu().tolist())
     if found != handle.lease.canary:
         raise RegionError(
             f"device memory {handle.id} is not the one that was offered: another canary is in it"
         )
-
-
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @contextmanager
@@ -356,6 +318,8 @@ def _as_region_errors(what: str) -> Iterator[None]:
     except UnsupportedError:
         raise
     except (RuntimeError, ValueError, AssertionError, RegionError) as error:
-        found = RegionError(f"{what} cannot be shared: {error}")
+        # What torch goes on to advise is for those who write kernels.
+        reason = str(error).partition("\n")[0]
+        found = RegionError(f"{what} cannot be shared: {reason}")
         found.errno = getattr(error, "errno", None)
         raise found from error
