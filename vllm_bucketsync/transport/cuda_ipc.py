@@ -85,7 +85,7 @@ class CudaRegion:
         """
         parked.free_unused()
         memory: DeviceMemory | None = None
-        with _as_region_errors(f"device memory on {device}"), torch.cuda.device(device):
+        with _as_region_errors(f"device memory on {device}"), torch.cuda.device(_index_of(device)):
             device = torch.device("cuda", torch.cuda.current_device())
             lease = ShmRegion.create(ALIGNMENT_BYTES, directory=directory)
             try:
@@ -308,6 +308,10 @@ def _check_canary(memory: torch.Tensor, handle: CudaIpcHandle) -> None:
         raise RegionError(
             f"device memory {handle.id} is not the one that was offered: another canary is in it"
         )
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @contextmanager
