@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -177,13 +177,19 @@ class FakeEngine:
     name = "the fake engine"
 
     def __init__(
-        self, sink: str = "recording", *, world_size: int = 1, device: str = "cpu"
+        self,
+        sink: str = "recording",
+        *,
+        world_size: int = 1,
+        device: str | Sequence[str] = "cpu",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.finished: list[str] = []
         self.requests: list[UpdateRequest] = []
         self.world_size = world_size
         self._sink = sink
-        self._device = device
+        self._devices = [device] * world_size if isinstance(device, str) else list(device)
+        self._environment = dict(environment or {})
         self.processes: list[Any] = [None] * world_size
         self._pipes: list[Any] = [None] * world_size
         for rank in range(world_size):
@@ -195,10 +201,16 @@ class FakeEngine:
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_work,
-            args=(theirs, rank, self.world_size, self._sink, self._device),
+            args=(theirs, rank, self.world_size, self._sink, self._devices[rank]),
             daemon=True,
         )
-        process.start()
+        before = dict(os.environ)
+        os.environ.update(self._environment)
+        try:
+            process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         theirs.close()
         self._pipes[rank], self.processes[rank] = ours, process
 
