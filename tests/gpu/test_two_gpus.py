@@ -62,7 +62,6 @@ def test_every_byte_arrives_wherever_the_tensors_are(engine: FakeEngine, transpo
                 for found in engine.call("loaded"):
                     assert found == hashes_of(tensors), (name, version)
             told[name] = (report.transport, report.transport_reason)
-    print(told)
     kinds = {kind for kind, _ in told.values()}
     assert kinds == {"shm"} if transport == "shm" else "cuda_ipc" in kinds, told
 
