@@ -13,7 +13,7 @@ from vllm_bucketsync.layout import (
     TensorMeta,
     plan_buckets,
 )
-from vllm_bucketsync.sinks import Piece, Sink, SinkReport
+from vllm_bucketsync.sinks import Bucket, Piece, Sink, SinkReport
 
 Tensors = Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]
 
@@ -46,7 +46,7 @@ def load_all(
         tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in _pairs(tensors)
     ]
     bucket = torch.full((layout.slot_size_bytes,), POISON, dtype=torch.uint8)
-    for entries in plan_buckets(metas, layout=layout):
+    for seq, entries in enumerate(plan_buckets(metas, layout=layout)):
         pieces = []
         for entry in entries:
             data = bucket[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
@@ -60,7 +60,7 @@ def load_all(
                 )
             )
         try:
-            sink.load(pieces)
+            sink.load(Bucket(seq=seq, pieces=tuple(pieces)))
         finally:
             bucket.fill_(POISON)
 
