@@ -37,9 +37,17 @@ def metas_of(tensors: Tensors, *, buffers: Iterable[str] = ()) -> list[TensorMet
 
 
 def load_all(
-    sink: Sink, tensors: Tensors, *, slot_size_bytes: int, buffers: Iterable[str] = ()
+    sink: Sink,
+    tensors: Tensors,
+    *,
+    slot_size_bytes: int,
+    buffers: Iterable[str] = (),
+    first: int = 0,
 ) -> None:
-    """Send tensors through one reused bucket, which is poisoned after each load."""
+    """Send tensors through one reused bucket, which is poisoned after each load.
+
+    The first of them is number ``first`` of its update.
+    """
     metas = metas_of(tensors, buffers=buffers)
     layout = BucketLayout(slot_size_bytes=-(-slot_size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     plain = [
@@ -53,7 +61,7 @@ def load_all(
             data.copy_(plain[entry.index][entry.first_byte : entry.first_byte + entry.num_bytes])
             pieces.append(
                 Piece(
-                    index=entry.index,
+                    index=first + entry.index,
                     meta=metas[entry.index],
                     first_byte=entry.first_byte,
                     data=data,
