@@ -16,8 +16,9 @@ Everything is enqueued on the current stream and nothing waits, but for copies t
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,6 +171,54 @@ class DeferredCopies:
                 found.append((name, offset, address, size))
         self._parts = rest
         return found
+
+
+class Places:
+    """Places in one memory that are filled again and again, from other tensors each time."""
+
+    def __init__(
+        self, memory: torch.Tensor, places: Sequence[tuple[int, torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        """Make ready.
+
+        Args:
+            memory: ``[num_bytes]``, uint8, contiguous.
+            places: For each its first byte, a multiple of any dtype's size, and what will
+                lie there, contiguous.
+        """
+        self._memory = memory
+        self._places = places
+        self._views: list[torch.Tensor] | None = None
+        self._sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in places]
+        for (first, _, _), size in zip(places, self._sizes, strict=True):
+            if first < 0 or first + size > memory.numel():
+                raise ValueError(f"{size} bytes at {first} of a memory of {memory.numel()}")
+        base = memory.data_ptr()
+        self._addresses = [base + first for first, _, _ in places]
+
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy one tensor to each place.
+
+        Args:
+            sources: Plain tensors of the places' dtypes and shapes, on any device, of
+                any strides.
+        """
+        is_plain = self._memory.is_cpu and all(
+            one.is_cpu and one.is_contiguous() and not (one.is_conj() or one.is_neg())
+            for one in sources
+        )
+        if is_plain:
+            _run_moves(self._addresses, [one.data_ptr() for one in sources], self._sizes)
+        else:
+            CopyBatch(zip(self._typed(), sources, strict=True)).run()
+
+    def _typed(self) -> list[torch.Tensor]:
+        if self._views is None:
+            self._views = [
+                self._memory[first : first + size].view(dtype).view(shape)
+                for (first, dtype, shape), size in zip(self._places, self._sizes, strict=True)
+            ]
+        return self._views
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -262,7 +262,12 @@ class Sender:
         hellos = [peer.hello for peer in self.peers.values()]
         needed_bytes = None if declared is None else declared.aligned_bytes
         if not self.update.is_dry_run:
-            self.slots.prepare(self.choice.kind, needed_bytes=needed_bytes, hellos=hellos)
+            self.slots.prepare(
+                self.choice.kind,
+                needed_bytes=needed_bytes,
+                hellos=hellos,
+                is_at_once=self.source.ready is not None,
+            )
         manifest = declared or self.slots.last_manifest
         if declared is None and manifest is not None:
             known = all(manifest.digest in hello.manifests for hello in hellos)

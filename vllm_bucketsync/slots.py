@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from .config import Settings
-from .layout import BucketLayout, Manifest
+from .copies import Places
+from .layout import MAX_ENTRIES, BucketLayout, Manifest
 from .messages import Handle, Hello, Region
+from .tensors import byte_view
 from .transport.base import OwnedRegion
 from .transport.registry import create_slots
 from .transport.slots import choose_slot_size
@@ -35,6 +37,9 @@ class Slots:
         self.layout = BucketLayout(settings.slot_size_bytes)
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
+        self._places: dict[int, Places] = {}
+        self._placed_for: Manifest | None = None
+        self._placed_in: torch.Tensor | None = None
 
     @property
     def handles(self) -> tuple[Handle, ...]:
@@ -52,13 +57,21 @@ class Slots:
         """Capacity of one slot, also of the last one given back; 0 for references."""
         return self.layout.slot_size_bytes if self._is_memory else 0
 
-    def prepare(self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello]) -> None:
+    def prepare(
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        is_at_once: bool = False,
+    ) -> None:
         """Keep the region if every worker has it and it is large enough, else make one.
 
         Args:
             kind: The transport.
             needed_bytes: Bytes of the update; ``None`` where that is not known.
             hellos: The workers, each with the regions that it holds open.
+            is_at_once: All tensors exist together, so many can be handed over together.
 
         Raises:
             RegionError: There is no memory for it; nothing is left behind.
@@ -70,6 +83,7 @@ class Slots:
             # A little more is not worth new memory. What was asked for counts, not what
             # could be had: a slot that had to shrink would shrink again.
             if is_held and wanted_bytes <= 1.1 * self._wanted_bytes:
+                self._set_layout(is_at_once=is_at_once)
                 return
         self.release()
         self._wanted_bytes = wanted_bytes
@@ -78,6 +92,43 @@ class Slots:
         )
         self._kind = kind
         self._is_memory = self._region.held_bytes > 0
+        self._set_layout(is_at_once=is_at_once)
+
+    def _set_layout(self, *, is_at_once: bool) -> None:
+        if not self._is_memory:
+            entries = MAX_ENTRIES if is_at_once else 1
+            self.layout = BucketLayout(self.layout.slot_size_bytes, max_entries=entries)
+
+    def fill(self, batch: int, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy all tensors of a planned bucket into its slot.
+
+        Args:
+            batch: The bucket's number; buckets take the slots in turn.
+            manifest: What is sent. Places are kept for the manifest that came last.
+            tensors: Those that begin or go on in the bucket, in order, as
+                ``Source.ready`` gives them.
+        """
+        memory = None if self._region is None else self._region.data
+        entries = manifest.plan(self.layout).buckets[batch]
+        if memory is None or any(e.num_bytes != manifest.metas[e.index].num_bytes for e in entries):
+            for entry, tensor in zip(entries, tensors, strict=True):
+                data = byte_view(tensor)[entry.first_byte : entry.first_byte + entry.num_bytes]
+                self.write(batch, entry.offset_bytes, data)
+            return
+        if self._placed_for is not manifest or self._placed_in is not memory:
+            self._placed_for, self._placed_in, self._places = manifest, memory, {}
+        places = self._places.get(batch)
+        if places is None:
+            start = (batch % self.num_slots) * self.layout.slot_size_bytes
+            metas = [manifest.metas[entry.index] for entry in entries]
+            places = self._places[batch] = Places(
+                memory,
+                [
+                    (start + entry.offset_bytes, getattr(torch, meta.dtype), meta.shape)
+                    for entry, meta in zip(entries, metas, strict=True)
+                ],
+            )
+        places.fill(tensors)
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:
         """Copy bytes into the slot of a bucket.
@@ -102,3 +153,4 @@ class Slots:
         if self._region is not None:
             self._region.close()
         self._region = self._kind = None
+        self._places, self._placed_for, self._placed_in = {}, None, None

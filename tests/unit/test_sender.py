@@ -81,7 +81,14 @@ class NotedSlots(Slots):
     def regions(self) -> tuple[Region, ...]:
         return tuple(Region(0, i * SLOT_BYTES, SLOT_BYTES) for i in range(self.num_slots))
 
-    def prepare(self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello]) -> None:
+    def prepare(
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        is_at_once: bool = False,
+    ) -> None:
         if self.error is not None:
             raise self.error
         self.prepared.append((kind, needed_bytes, [said.rank for said in hellos]))

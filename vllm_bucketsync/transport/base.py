@@ -36,6 +36,10 @@ class OwnedRegion(Protocol):
     def held_bytes(self) -> int:
         """Bytes of memory that the region takes; 0 for references."""
 
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Its memory: ``[num_bytes]``, uint8; ``None`` for references, and after its end."""
+
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
         """Put bytes into the region.
 

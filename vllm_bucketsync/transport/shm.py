@@ -107,6 +107,11 @@ class ShmRegion:
         """Room for data, in bytes."""
         return self.handle.num_bytes
 
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Its memory: ``[num_bytes]``, uint8; ``None`` after its end."""
+        return self._data
+
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
         """Copy bytes into the region.
 
