@@ -90,6 +90,34 @@ class BucketLayout(msgspec.Struct, frozen=True):
             raise ConfigError(f"max_entries is {self.max_entries}; expected 1 to {MAX_ENTRIES}")
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far an update has come.
+
+    Attributes:
+        num_tensors: Whole tensors.
+        num_bytes: Bytes of tensors, without alignment.
+        open_bytes: Of these, the bytes of a tensor that is not whole yet.
+    """
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    open_bytes: int = 0
+
+
+class BucketPlan(msgspec.Struct, frozen=True):
+    """The buckets of a manifest, the same on both ends.
+
+    Attributes:
+        buckets: The entries of each.
+        progress: How far the update is before each bucket, and after the last.
+        used_bytes: Where each bucket ends in its slot.
+    """
+
+    buckets: tuple[tuple[Entry, ...], ...]
+    progress: tuple[Progress, ...]
+    used_bytes: tuple[int, ...]
+
+
 class Manifest:
     """Names, dtypes and shapes of everything in an update, in order.
 
@@ -99,6 +127,7 @@ class Manifest:
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self.metas = tuple(metas)
+        self._plans: dict[BucketLayout, BucketPlan] = {}
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -118,6 +147,12 @@ class Manifest:
     def digest(self) -> str:
         """The manifest's name: a hash of every meta in order, 64 hex digits."""
         return manifest_digest(self.metas)
+
+    def plan(self, layout: BucketLayout) -> BucketPlan:
+        """Return the buckets that it makes; the last layout's are kept."""
+        if layout not in self._plans:
+            self._plans = {layout: _plan(self.metas, layout)}
+        return self._plans[layout]
 
 
 class BucketPlanner:
@@ -192,6 +227,21 @@ def plan_buckets(
             bucket = []
     if bucket:
         yield tuple(bucket)
+
+
+def _plan(metas: Sequence[TensorMeta], layout: BucketLayout) -> BucketPlan:
+    buckets = tuple(plan_buckets(metas, layout=layout))
+    progress = [Progress()]
+    num_tensors = num_bytes = 0
+    for entries in buckets:
+        num_bytes += sum(entry.num_bytes for entry in entries)
+        last = entries[-1]
+        end_byte = last.first_byte + last.num_bytes
+        is_open = end_byte < metas[last.index].num_bytes
+        num_tensors = last.index + (not is_open)
+        progress.append(Progress(num_tensors, num_bytes, end_byte if is_open else 0))
+    used = tuple(entries[-1].offset_bytes + entries[-1].num_bytes for entries in buckets)
+    return BucketPlan(buckets, tuple(progress), used)
 
 
 def aligned(num_bytes: int) -> int:

@@ -281,10 +281,33 @@ class Commit(Command, frozen=True, kw_only=True, tag="commit"):
     """Every receiver of every sender is prepared."""
 
 
+class LoadSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Which ways the weights of one update took into a model.
+
+    Attributes:
+        num_direct: Modules that were written in place.
+        direct_bytes: Bytes that went this way.
+        num_processed: Modules that were put together aside, then post-processed.
+        processed_bytes: Bytes that went this way.
+        num_loaded: Modules that vLLM's own loaders filled.
+        loaded_bytes: Bytes that went this way.
+        process_s: Seconds of post-processing in ``num_processed`` modules.
+    """
+
+    num_direct: Count = 0
+    direct_bytes: Count = 0
+    num_processed: Count = 0
+    processed_bytes: Count = 0
+    num_loaded: Count = 0
+    loaded_bytes: Count = 0
+    process_s: float = 0.0
+
+
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
     """The new weights are in use.
 
     Attributes:
+        split: Which ways they took.
         cloned_bytes: Bytes that had to be copied aside while loading.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
@@ -292,6 +315,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
         wait_s: Seconds spent waiting for the sender.
     """
 
+    split: LoadSplit = LoadSplit()
     cloned_bytes: Count = 0
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
     notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()

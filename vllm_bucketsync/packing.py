@@ -57,6 +57,9 @@ class Packing:
         Raises:
             SourceError: The source is not what it declared, or cannot be sent.
         """
+        if self._source.ready is not None and self._manifest is not None:
+            yield from self._ready_batches(self._source.ready, self._manifest, num_acks)
+            return
         planner = BucketPlanner(self._slots.layout)
         for meta, tensor in self._source.tensors:
             commands = self._note(meta)
@@ -83,6 +86,25 @@ class Packing:
         if self._entries:
             yield [self._end_bucket()]
 
+    def _ready_batches(
+        self,
+        ready: Callable[[int, int], list[torch.Tensor]],
+        manifest: Manifest,
+        num_acks: Callable[[], int],
+    ) -> Iterator[list[Command]]:
+        """Pack tensors that exist all at once: a bucket at a time, as it was planned."""
+        plan = manifest.plan(self._slots.layout)
+        for seq, entries in enumerate(plan.buckets):
+            yield from self._wait_for_slot(num_acks)
+            tensors = ready(entries[0].index, entries[-1].index + 1)
+            self._slots.fill(seq, manifest, tensors, devices=self._source.devices)
+            # Whose the memory is may change it as soon as everything is sent.
+            del tensors
+            progress = plan.progress[seq + 1]
+            self.num_tensors = progress.num_tensors
+            self.num_bytes = progress.num_bytes - progress.open_bytes
+            yield [self._end_bucket()]
+
     def digest(self) -> str:
         """Return the digest of what was sent, and keep it for the next stream."""
         if self._is_planned and self._manifest is not None:
@@ -94,10 +116,13 @@ class Packing:
 
     def describe(self) -> str:
         """Return how far the packing has come, for messages."""
-        last = f", {self._sent[-1].name}" if self._sent else ""
         declared = self._source.declared
         total = "" if declared is None else f" of {len(declared)}"
-        return f"bucket {self.num_batches} (tensor {len(self._sent)}{total}{last})"
+        num_sent, last = len(self._sent), self._sent[-1] if self._sent else None
+        if declared is not None and last is None and self.num_tensors:
+            num_sent, last = self.num_tensors, declared.metas[self.num_tensors - 1]
+        name = "" if last is None else f", {last.name}"
+        return f"bucket {self.num_batches} (tensor {num_sent}{total}{name})"
 
     def _note(self, meta: TensorMeta) -> list[Command]:
         """Keep a meta, and leave the manifest where the stream leaves it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ from .errors import (
     UnsupportedError,
     to_wire,
 )
-from .layout import Manifest, TensorMeta
+from .layout import Entry, Manifest, TensorMeta
 from .messages import (
     MAX_METAS,
     MAX_NOTES,
@@ -42,11 +42,13 @@ from .messages import (
     Open,
     Prepared,
     Ready,
+    Region,
     Reply,
 )
-from .retained import ReceiverMemory
+from .retained import KeptBuckets, ReceiverMemory
 from .session import Role, Session
-from .sinks import Piece, Sink
+from .sinks import Bucket, Piece, Sink
+from .transport.base import OpenedRegion
 from .transport.registry import open_region
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class Receiver:
         self._metas: list[TensorMeta] = []
         self._manifest: Manifest | None = None
         self._arrivals: Arrivals | None = None
+        self._kept: KeptBuckets | None = None
         self._load_s = 0.0
         self._begin_s = time.monotonic()
         self.was_torn = memory.is_torn
@@ -132,7 +135,7 @@ class Receiver:
     def release(self) -> None:
         """Drop what was kept for this update. Idempotent, and never raises."""
         sink, self._sink = self._sink, None
-        self._arrivals = None
+        self._arrivals = self._kept = None
         self._metas = []
         if sink is None:
             return
@@ -194,6 +197,7 @@ class Receiver:
             return [Fallback(transport=opened.transport, reason=str(error))]
         self._manifest = self._named_manifest(opened)
         self._arrivals = Arrivals(self._manifest, layout=opened.layout)
+        self._kept = self._memory.buckets_of(opened)
         if self._sink is None:
             self._sink = self._make_sink(opened)
             self._sink.open(self._manifest)
@@ -220,17 +224,28 @@ class Receiver:
         region = opened.regions[batch.region]
         memory = self._memory.regions[opened.handles[region.handle].id]
         memory.await_writes(batch.region)
-        pieces = [
-            Piece(
-                index=entry.index,
-                meta=meta,
-                first_byte=entry.first_byte,
-                data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
-            )
-            for entry, meta in arrivals.accept(batch, capacity_bytes=region.num_bytes)
-        ]
-        sink.load(pieces)
+        entries = arrivals.accept_planned(batch, capacity_bytes=region.num_bytes)
+        if entries is None:
+            accepted = arrivals.accept(batch, capacity_bytes=region.num_bytes)
+            bucket = Bucket(seq=batch.seq, pieces=_pieces(memory, region, accepted))
+        else:
+            bucket = self._planned_bucket(batch, memory, region, entries)
+        sink.load(bucket)
         return Ack(seq=batch.seq)
+
+    def _planned_bucket(
+        self, batch: Batch, memory: OpenedRegion, region: Region, entries: Sequence[Entry]
+    ) -> Bucket:
+        kept, key = self._kept, (batch.seq, batch.region)
+        bucket = None if kept is None else kept.get(key)
+        if bucket is None:
+            metas = () if self._manifest is None else self._manifest.metas
+            planned = [(entry, metas[entry.index]) for entry in entries]
+            pieces = _pieces(memory, region, planned)
+            bucket = Bucket(seq=batch.seq, pieces=pieces, is_kept=kept is not None)
+            if kept is not None:
+                kept[key] = bucket
+        return bucket
 
     def _deviate(self, command: Deviate) -> None:
         arrivals, sink = self._running()
@@ -256,6 +271,7 @@ class Receiver:
         if not opened.partial:
             self._memory.is_torn = False
         return Done(
+            split=report.split,
             cloned_bytes=report.cloned_bytes,
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
@@ -303,4 +319,18 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.manifest,
         opened.is_declared,
         opened.partial,
+    )
+
+
+def _pieces(
+    memory: OpenedRegion, region: Region, entries: Iterable[tuple[Entry, TensorMeta]]
+) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(
+            index=entry.index,
+            meta=meta,
+            first_byte=entry.first_byte,
+            data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
+        )
+        for entry, meta in entries
     )

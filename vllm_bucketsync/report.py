@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from msgspec.structs import asdict as asdict_of
+
 from .sender import Sender
 from .slots import Slots
 
@@ -19,6 +21,13 @@ class WorkerReport:
         dp_index: Which data-parallel replica of the engine.
         pid: Its process id, as it sees it.
         device: Its device, as torch writes it.
+        num_direct: Modules that were written in place.
+        direct_bytes: Bytes that went this way.
+        num_processed: Modules that were put together aside, then post-processed.
+        processed_bytes: Bytes that went this way.
+        num_loaded: Modules that vLLM's own loaders filled.
+        loaded_bytes: Bytes that went this way.
+        process_s: Seconds of post-processing, within ``load_s``.
         load_s: Seconds spent loading.
         wait_s: Seconds spent waiting for the sender.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
@@ -30,6 +39,13 @@ class WorkerReport:
     dp_index: int
     pid: int
     device: str
+    num_direct: int
+    direct_bytes: int
+    num_processed: int
+    processed_bytes: int
+    num_loaded: int
+    loaded_bytes: int
+    process_s: float
     load_s: float
     wait_s: float
     cloned_bytes: int
@@ -122,6 +138,7 @@ def report_of(
                 dp_index=peer.hello.dp_index,
                 pid=peer.hello.pid,
                 device=peer.hello.device,
+                **asdict_of(peer.done.split),
                 load_s=peer.done.load_s,
                 wait_s=peer.done.wait_s,
                 cloned_bytes=peer.done.cloned_bytes,

@@ -325,7 +325,11 @@ class Sender:
         while True:
             try:
                 self.slots.prepare(
-                    self.choice.kind, needed_bytes=needed_bytes, hellos=hellos, wish=self.wish
+                    self.choice.kind,
+                    needed_bytes=needed_bytes,
+                    hellos=hellos,
+                    wish=self.wish,
+                    is_at_once=self.source.ready is not None,
                 )
             except (RegionError, UnsupportedError) as error:
                 if len(self.choices) == 1:

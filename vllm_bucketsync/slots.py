@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from .config import Settings
-from .layout import BucketLayout, Manifest
+from .copies import Places
+from .layout import MAX_ENTRIES, BucketLayout, Manifest
 from .messages import Handle, Hello, Region
+from .tensors import byte_view
 from .transport.base import OwnedRegion
 from .transport.registry import Choice, Wish, create_slots
 from .transport.slots import choose_slot_size
@@ -36,6 +39,9 @@ class Slots:
         self.layout = BucketLayout(settings.slot_size_bytes)
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
+        self._places: dict[int, Places] = {}
+        self._placed_for: Manifest | None = None
+        self._placed_in: torch.Tensor | None = None
 
     @property
     def handles(self) -> tuple[Handle, ...]:
@@ -62,7 +68,13 @@ class Slots:
             self.release()
 
     def prepare(
-        self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello], wish: Wish
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        wish: Wish,
+        is_at_once: bool = False,
     ) -> None:
         """Keep the region if every worker has it and it is large enough, else make one.
 
@@ -71,6 +83,7 @@ class Slots:
             needed_bytes: Bytes of the update; ``None`` where that is not known.
             hellos: The workers, each with the regions that it holds open.
             wish: On which GPU, where it is device memory.
+            is_at_once: All tensors exist together, so many can be handed over together.
 
         Raises:
             RegionError: There is no memory for it; nothing is left behind.
@@ -80,6 +93,7 @@ class Slots:
         if region is not None and kind == self._kind:
             is_held = all(region.handle.id in hello.regions for hello in hellos)
             if is_held and wanted_bytes <= self._enough_bytes:
+                self._set_layout(is_at_once=is_at_once)
                 return
         self.release()
         self._wanted_bytes = wanted_bytes
@@ -88,6 +102,54 @@ class Slots:
         )
         self._kind = kind
         self._is_memory = self._region.held_bytes > 0
+        self._set_layout(is_at_once=is_at_once)
+
+    def _set_layout(self, *, is_at_once: bool) -> None:
+        if not self._is_memory:
+            entries = MAX_ENTRIES if is_at_once else 1
+            self.layout = BucketLayout(self.layout.slot_size_bytes, max_entries=entries)
+
+    def fill(
+        self,
+        batch: int,
+        manifest: Manifest,
+        tensors: Sequence[torch.Tensor],
+        *,
+        devices: AbstractSet[torch.device],
+    ) -> None:
+        """Copy all tensors of a planned bucket into its slot.
+
+        Args:
+            batch: The bucket's number; buckets take the slots in turn.
+            manifest: What is sent. Places are kept for the manifest that came last.
+            tensors: Those that begin or go on in the bucket, in order, as
+                ``Source.ready`` gives them.
+            devices: Where they are.
+        """
+        if self._region is None:
+            raise RuntimeError("Slots.prepare was not called")
+        memory = self._region.data
+        entries = manifest.plan(self.layout).buckets[batch]
+        if memory is None or any(e.num_bytes != manifest.metas[e.index].num_bytes for e in entries):
+            for entry, tensor in zip(entries, tensors, strict=True):
+                data = byte_view(tensor)[entry.first_byte : entry.first_byte + entry.num_bytes]
+                self.write(batch, entry.offset_bytes, data)
+            return
+        if self._placed_for is not manifest or self._placed_in is not memory:
+            self._placed_for, self._placed_in, self._places = manifest, memory, {}
+        places = self._places.get(batch)
+        if places is None:
+            start = (batch % self.num_slots) * self.layout.slot_size_bytes
+            metas = [manifest.metas[entry.index] for entry in entries]
+            places = self._places[batch] = Places(
+                memory,
+                [
+                    (start + entry.offset_bytes, getattr(torch, meta.dtype), meta.shape)
+                    for entry, meta in zip(entries, metas, strict=True)
+                ],
+            )
+        with self._region.enqueuing(devices):
+            places.fill(tensors)
 
     @property
     def _enough_bytes(self) -> float:
@@ -135,6 +197,7 @@ class Slots:
         if self._region is not None:
             self._region.close()
         self._region = self._kind = None
+        self._places, self._placed_for, self._placed_in = {}, None, None
 
 
 def _instances(hellos: Sequence[Hello]) -> frozenset[str]:

@@ -29,6 +29,7 @@ from .errors import (
 )
 from .layout import Manifest
 from .outcome import after_commit, check_calls, explained
+from .recall import Recall
 from .report import PushReport, report_of
 from .rundir import remove_stale
 from .sender import Sender
@@ -87,6 +88,7 @@ class WeightSync:
         self._engines = connect(engine, api_key=api_key)
         self._expected_workers = expected_workers
         self._slots = Slots(self._settings)
+        self._recall = Recall()
         self._listener: Listener | None = None
         self._calls: list[UpdateCall] = []
         self._lock = threading.Lock()
@@ -162,7 +164,7 @@ class WeightSync:
             patterns = check_patterns(partial)
             for engine in self._engines:
                 engine.check_ready()
-            opened = open_source(source, rename=rename)
+            opened = open_source(source, rename=rename, recall=self._recall)
             if dry_run and opened.declared is None:
                 opened = _read_metas(opened)
             sender = self._sender(opened, check_version(version), patterns, is_dry_run=dry_run)

@@ -13,7 +13,7 @@ from vllm_bucketsync.layout import (
     TensorMeta,
     plan_buckets,
 )
-from vllm_bucketsync.sinks import Piece, Sink, SinkReport
+from vllm_bucketsync.sinks import Bucket, Piece, Sink, SinkReport
 
 Tensors = Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]
 
@@ -37,30 +37,38 @@ def metas_of(tensors: Tensors, *, buffers: Iterable[str] = ()) -> list[TensorMet
 
 
 def load_all(
-    sink: Sink, tensors: Tensors, *, slot_size_bytes: int, buffers: Iterable[str] = ()
+    sink: Sink,
+    tensors: Tensors,
+    *,
+    slot_size_bytes: int,
+    buffers: Iterable[str] = (),
+    first: int = 0,
 ) -> None:
-    """Send tensors through one reused bucket, which is poisoned after each load."""
+    """Send tensors through one reused bucket, which is poisoned after each load.
+
+    The first of them is number ``first`` of its update.
+    """
     metas = metas_of(tensors, buffers=buffers)
     layout = BucketLayout(slot_size_bytes=-(-slot_size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     plain = [
         tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in _pairs(tensors)
     ]
     bucket = torch.full((layout.slot_size_bytes,), POISON, dtype=torch.uint8)
-    for entries in plan_buckets(metas, layout=layout):
+    for seq, entries in enumerate(plan_buckets(metas, layout=layout)):
         pieces = []
         for entry in entries:
             data = bucket[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
             data.copy_(plain[entry.index][entry.first_byte : entry.first_byte + entry.num_bytes])
             pieces.append(
                 Piece(
-                    index=entry.index,
+                    index=first + entry.index,
                     meta=metas[entry.index],
                     first_byte=entry.first_byte,
                     data=data,
                 )
             )
         try:
-            sink.load(pieces)
+            sink.load(Bucket(seq=seq, pieces=tuple(pieces)))
         finally:
             bucket.fill_(POISON)
 

@@ -83,7 +83,13 @@ class NotedSlots(Slots):
         return tuple(Region(0, i * SLOT_BYTES, SLOT_BYTES) for i in range(self.num_slots))
 
     def prepare(
-        self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello], wish: Wish
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        wish: Wish,
+        is_at_once: bool = False,
     ) -> None:
         if kind in self.errors:
             raise self.errors[kind]

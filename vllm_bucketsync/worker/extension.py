@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import serve
+from ..config import PlanMode
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
+from . import sleeps
 from .weights import WeightMemory, WeightSink
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class WorkerExtension:
     def _bucketsync_worker(self) -> serve.Worker:
         worker: Any = self
         memory = WeightMemory()
+        sleeps.watch(worker)
 
         def make_sink(opened: Open) -> Sink:
             if opened.kind != "weights":
@@ -48,6 +51,7 @@ class WorkerExtension:
                 partial=opened.partial,
                 memory=memory,
                 is_promise=opened.is_declared,
+                mode=PlanMode.from_env(),
             )
 
         return serve.Worker(
