@@ -18,6 +18,7 @@ from .layout import (
     BucketPlan,
     Entry,
     Manifest,
+    Placed,
     Progress,
     TensorMeta,
     manifest_digest,
@@ -37,13 +38,16 @@ class Arrivals:
         num_bytes: Bytes that arrived.
     """
 
-    def __init__(self, manifest: Manifest | None, *, layout: BucketLayout) -> None:
+    def __init__(
+        self, manifest: Manifest | None, *, layout: BucketLayout, placed: Placed | None = None
+    ) -> None:
         self._manifest = manifest
         self._metas: list[TensorMeta] = []
         self._plan: BucketPlan | None = None
         if manifest is not None:
             self._metas = list(manifest.metas)
-            self._plan = manifest.plan(layout)
+            self._plan = manifest.plan(layout, placed)
+        self._placed_region = None if placed is None else placed.region
         self._open_bytes = 0
         self._is_open = False
         self.num_tensors = 0
@@ -89,6 +93,11 @@ class Arrivals:
                 f"bucket {batch.seq} says nothing of what it holds, and is not the next of the "
                 f"{len(plan.buckets)} that were planned"
             )
+        if plan.is_placed[batch.seq] != (batch.region == self._placed_region):
+            raise RemoteProtocolError(
+                f"bucket {batch.seq} was announced in region {batch.region}, where its tensors "
+                f"are not"
+            )
         if plan.used_bytes[batch.seq] > capacity_bytes:
             last = plan.buckets[batch.seq][-1]
             raise _misplaced(batch, last, f"within {capacity_bytes} bytes")
@@ -117,7 +126,7 @@ class Arrivals:
             self._metas.extend(batch.metas)
         elif batch.metas:
             raise RemoteProtocolError(f"bucket {batch.seq} brings metas that the manifest has")
-        if batch.entries is None:
+        if batch.entries is None or batch.region == self._placed_region:
             raise RemoteProtocolError(f"bucket {batch.seq} says nothing of what it holds")
         end_bytes = 0
         accepted = []

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from .errors import EngineState, RemoteProtocolError
-from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, TensorMeta
+from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, Placed, TensorMeta
 
 # Raised with every change of a message that an older end would misread.
 PROTOCOL_VERSION = 2
@@ -88,7 +88,42 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, tag="cuda_ipc"):
     events: Annotated[tuple[CudaBytes, ...], msgspec.Meta(max_length=64)]
 
 
-Handle = ShmHandle | InprocHandle | CudaIpcHandle
+class CudaBlock(msgspec.Struct, frozen=True, array_like=True):
+    """One allocation of another process.
+
+    Attributes:
+        memory: ``cudaIpcMemHandle_t``, 64 bytes.
+        num_bytes: Its length.
+    """
+
+    memory: CudaBytes
+    num_bytes: Count
+
+
+class CudaBlocksHandle(msgspec.Struct, frozen=True, tag="cuda_blocks"):
+    """Opens allocations of the sender's own, one behind the other, to be read in place.
+
+    Attributes:
+        id: Random name, made anew when any of them changes.
+        lease: As in ``CudaIpcHandle``; nothing is written into the memory itself.
+        boot_id: The boot of the kernel under which the handles mean anything.
+        device_uuid: The GPU that has the first of them.
+        blocks: The allocations.
+    """
+
+    id: ShortText
+    lease: ShmHandle
+    boot_id: ShortText
+    device_uuid: ShortText
+    blocks: Annotated[tuple[CudaBlock, ...], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(block.num_bytes for block in self.blocks)
+
+
+Handle = ShmHandle | InprocHandle | CudaIpcHandle | CudaBlocksHandle
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +208,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
         handles: The shared memory.
         regions: The stretches of it that buckets are put in.
         layout: What both ends plan with.
+        placed: Which tensors are read where they lie; only with a declared manifest.
         manifest: Digest of the manifest; ``None`` for a stream seen for the first time.
         num_metas: Metas that follow in ``Metas`` messages; 0 where the receiver holds
             the manifest, or where there is none.
@@ -191,6 +227,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     num_metas: Annotated[int, msgspec.Meta(ge=0, le=MAX_TENSORS)] = 0
     is_declared: bool = False
     transport_reason: Text = ""
+    placed: Placed | None = None
     partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from .errors import SourceError
-from .layout import BucketPlanner, Entry, Manifest, TensorMeta
+from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
 from .slots import Slots
 from .sources import Source, byte_view
@@ -93,17 +95,25 @@ class Packing:
         num_acks: Callable[[], int],
     ) -> Iterator[list[Command]]:
         """Pack tensors that exist all at once: a bucket at a time, as it was planned."""
-        plan = manifest.plan(self._slots.layout)
+        placed = self._slots.placed
+        plan = manifest.plan(self._slots.layout, placed)
         for seq, entries in enumerate(plan.buckets):
             yield from self._wait_for_slot(num_acks)
+            if plan.is_placed[seq] and placed is not None:
+                self._advance(plan, seq)
+                yield [self._end_bucket(region=placed.region)]
+                continue
             tensors = ready(entries[0].index, entries[-1].index + 1)
             self._slots.fill(seq, manifest, tensors, devices=self._source.devices)
             # Whose the memory is may change it as soon as everything is sent.
             del tensors
-            progress = plan.progress[seq + 1]
-            self.num_tensors = progress.num_tensors
-            self.num_bytes = progress.num_bytes - progress.open_bytes
+            self._advance(plan, seq)
             yield [self._end_bucket()]
+
+    def _advance(self, plan: BucketPlan, seq: int) -> None:
+        progress = plan.progress[seq + 1]
+        self.num_tensors = progress.num_tensors
+        self.num_bytes = progress.num_bytes - progress.open_bytes
 
     def digest(self) -> str:
         """Return the digest of what was sent, and keep it for the next stream."""
@@ -149,11 +159,13 @@ class Packing:
         if not self._is_planned and entry.first_byte == 0:
             self._metas.append(meta)
 
-    def _end_bucket(self) -> Batch:
-        self._slots.flush(self.num_batches)
+    def _end_bucket(self, *, region: int | None = None) -> Batch:
+        """End the bucket in its slot, or one that is in the given region."""
+        if region is None:
+            self._slots.flush(self.num_batches)
         batch = Batch(
             seq=self.num_batches,
-            region=self.num_batches % self._slots.num_slots,
+            region=self.num_batches % self._slots.num_slots if region is None else region,
             entries=None if self._is_planned else tuple(self._entries),
             metas=tuple(self._metas),
         )

@@ -172,6 +172,10 @@ class Receiver:
             )
             if not fits:
                 raise RemoteProtocolError(f"{region} reaches past the shared memory")
+        if command.placed is not None and not (
+            command.is_declared and command.placed.region < len(command.regions)
+        ):
+            raise RemoteProtocolError("places came without a declared manifest, or without region")
         if self.opened is not None and _promise(command) != _promise(self.opened):
             raise RemoteProtocolError("another offer for this update promises something else")
         self.opened = command
@@ -196,7 +200,7 @@ class Receiver:
             logger.warning("transport %s does not work here: %s", opened.transport, error)
             return [Fallback(transport=opened.transport, reason=str(error))]
         self._manifest = self._named_manifest(opened)
-        self._arrivals = Arrivals(self._manifest, layout=opened.layout)
+        self._arrivals = Arrivals(self._manifest, layout=opened.layout, placed=opened.placed)
         self._kept = self._memory.buckets_of(opened)
         if self._sink is None:
             self._sink = self._make_sink(opened)

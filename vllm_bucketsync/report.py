@@ -68,6 +68,7 @@ class PushReport:
         transport: What carried them.
         transport_reason: Why that one.
         slot_size_bytes: Capacity of one slot; 0 where references are handed over.
+        zero_copy_bytes: Bytes that workers read where they lay.
         skipped: Names that the engine has no place for and was allowed to skip.
         workers: One report for each worker; empty for a dry run.
     """
@@ -83,6 +84,7 @@ class PushReport:
     transport: str
     transport_reason: str
     slot_size_bytes: int
+    zero_copy_bytes: int
     skipped: tuple[str, ...]
     workers: tuple[WorkerReport, ...]
 
@@ -130,6 +132,7 @@ def report_of(
         transport=sender.choice.kind,
         transport_reason=sender.choice.reason,
         slot_size_bytes=slots.slot_size_bytes,
+        zero_copy_bytes=slots.placed_bytes,
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         workers=tuple(
             WorkerReport(

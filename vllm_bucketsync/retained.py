@@ -50,7 +50,7 @@ class ReceiverMemory:
         ids = tuple(handle.id for handle in opened.handles)
         if opened.manifest is None or not all(self.regions[id].held_bytes for id in ids):
             return None
-        key = (opened.manifest, opened.layout, ids, opened.regions)
+        key = (opened.manifest, opened.layout, opened.placed, ids, opened.regions)
         kept = self.buckets.setdefault(key, {})
         self.buckets.move_to_end(key)
         while len(self.buckets) > MAX_MANIFESTS:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -30,8 +31,6 @@ from .tensors import (
     check_unchanged,
     describe,
     gather,
-    is_as_described,
-    is_sharded,
     meta_of,
 )
 
@@ -56,12 +55,14 @@ class Source:
         devices: Where they are; empty for a stream, whose tensors nobody has seen yet.
         ready: Returns the tensors from one number to another, checked, where they all
             exist at once and are plain; instead of ``tensors``. ``None`` elsewhere.
+        is_known: They are the very tensors of the last push, at the same addresses.
     """
 
     declared: Manifest | None
     tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
     devices: frozenset[torch.device] = frozenset()
     ready: Callable[[int, int], list[torch.Tensor]] | None = None
+    is_known: bool = False
 
     @property
     def device(self) -> torch.device | None:
@@ -124,16 +125,18 @@ def open_source(
 def _open_module(module: nn.Module, rename: Rename | None, recall: Recall) -> Source:
     walked = list(_walk(module))
     keys = [(name, is_buffer) for name, _, _, is_buffer in walked]
-    known = recall.find(keys, [table[leaf] for _, table, leaf, _ in walked], rename)
+    tensors = [table[leaf] for _, table, leaf, _ in walked]
+    known = recall.find(keys, tensors, rename)
     if known is None:
         known = _describe_module(walked, keys, rename)
-        recall.note(known)
+        recall.note(known, tensors)
     places = [walked[position][1:3] for position in known.sent]
     # Looked up anew: a trainer may replace a parameter after it was declared.
     return _declare(
         known.manifest,
         lambda first, end: [table.get(leaf) for table, leaf in places[first:end]],
         what="module",
+        recall=recall,
     )
 
 
@@ -188,7 +191,10 @@ def _open_dict(given: dict[object, object], rename: Rename | None, recall: Recal
     manifest = _describe_all(keys, list(given.values()), rename, recall)
     fetch = given.get
     return _declare(
-        manifest, lambda first, end: [fetch(key) for key in keys[first:end]], what="mapping"
+        manifest,
+        lambda first, end: [fetch(key) for key in keys[first:end]],
+        what="mapping",
+        recall=recall,
     )
 
 
@@ -196,7 +202,7 @@ def _open_pairs(given: list[object], rename: Rename | None, recall: Recall) -> S
     pairs = [_pair(item, position) for position, item in enumerate(given)]
     keys, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
     manifest = _describe_all(keys, tensors, rename, recall)
-    return _declare(manifest, lambda first, end: tensors[first:end], what="list")
+    return _declare(manifest, lambda first, end: tensors[first:end], what="list", recall=recall)
 
 
 def _describe_all(
@@ -210,7 +216,7 @@ def _describe_all(
         [meta_of(names.take(name), one) for name, one in zip(keys, tensors, strict=True)]
     )
     sent = range(len(keys))
-    recall.note(Described(keys=keys, rename=rename, manifest=manifest, sent=sent))
+    recall.note(Described(keys=keys, rename=rename, manifest=manifest, sent=sent), tensors)
     return manifest
 
 
@@ -230,27 +236,29 @@ def _open_checkpoint(path: Path, names: Names) -> Source:
     return _checked_source(metas, tensors, what=f"checkpoint {path}", devices=devices)
 
 
-def _declare(manifest: Manifest, fetch: Callable[[int, int], list[object]], *, what: str) -> Source:
+def _declare(
+    manifest: Manifest,
+    fetch: Callable[[int, int], list[object]],
+    *,
+    what: str,
+    recall: Recall,
+) -> Source:
     """Return the source of tensors that exist all at once, unless they are to be gathered."""
     metas = manifest.metas
-    forms = [(getattr(torch, meta.dtype), torch.Size(meta.shape)) for meta in metas]
 
     def ready(first: int, end: int) -> list[torch.Tensor]:
         found = fetch(first, end)
-        return [
-            tensor
-            if is_as_described(tensor, dtype=forms[index][0], shape=forms[index][1])
-            else check_unchanged(metas[index], tensor)
-            for index, tensor in enumerate(found, start=first)
-        ]
+        # Looked at again: a trainer's other threads, and its progress, may change them.
+        for index, is_same in enumerate(recall.unchanged(found, first=first)):
+            if not is_same:
+                check_unchanged(metas[first + index], found[index])
+        return cast(list[torch.Tensor], found)
 
-    now = fetch(0, len(metas))
     tensors = _fetch_declared(metas, lambda: (fetch(i, i + 1)[0] for i in range(len(metas))))
-    devices = {one.device for one in now if isinstance(one, torch.Tensor)}
-    source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=devices)
-    if any(is_sharded(tensor) for tensor in now):
+    source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=recall.devices)
+    if recall.is_sharded:
         return source
-    return replace(source, ready=ready)
+    return replace(source, ready=ready, is_known=recall.is_known)
 
 
 def _checked_source(

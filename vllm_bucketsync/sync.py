@@ -124,6 +124,7 @@ class WeightSync:
         dry_run: bool = False,
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
+        zero_copy: bool = False,
         progress: Progress | None = None,
     ) -> PushReport:
         """Give the engine new weights, and return when every worker uses them.
@@ -145,6 +146,10 @@ class WeightSync:
                 lets them end on the old weights, for ``connect_timeout_s`` at most;
                 ``abort`` ends them; ``keep`` freezes them, to go on with the new ones.
             resume_torn: Let requests run again even on an engine that was left torn.
+            zero_copy: Let workers read tensors on a GPU where they lie, which halves the
+                time. Your promise that this memory stays allocated until ``release()``
+                or ``close()``: call one of them before you move, free or offload it.
+                What cannot be read so goes through slots in the same update.
             progress: Called with the bytes packed so far, and their total or ``None``.
 
         Returns:
@@ -167,7 +172,13 @@ class WeightSync:
             opened = open_source(source, rename=rename, recall=self._recall)
             if dry_run and opened.declared is None:
                 opened = _read_metas(opened)
-            sender = self._sender(opened, check_version(version), patterns, is_dry_run=dry_run)
+            sender = self._sender(
+                opened,
+                check_version(version),
+                patterns,
+                is_dry_run=dry_run,
+                is_zero_copy=zero_copy,
+            )
             asking = Asking(
                 settings=self._settings,
                 pause=None if dry_run else mode,
@@ -254,8 +265,8 @@ class WeightSync:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._slots.release()
-            if may_ask and reclaim():
+            is_mapped = self._slots.release()
+            if (reclaim() or is_mapped) and may_ask:
                 self._let_workers_look()
             self._stop_listening()
             for engine in self._engines:
@@ -315,7 +326,13 @@ class WeightSync:
         return self._engines[0].is_in_process
 
     def _sender(
-        self, source: Source, version: str, partial: tuple[str, ...], *, is_dry_run: bool
+        self,
+        source: Source,
+        version: str,
+        partial: tuple[str, ...],
+        *,
+        is_dry_run: bool,
+        is_zero_copy: bool,
     ) -> Sender:
         update = Update(
             update_id=secrets.token_hex(8),
@@ -329,6 +346,7 @@ class WeightSync:
             transport=self._settings.transport,
             is_in_process=self._is_in_process,
             device=source.device,
+            is_zero_copy=is_zero_copy and source.ready is not None and not is_dry_run,
         )
         wish.check()
         return Sender(update=update, source=source, slots=self._slots, wish=wish)

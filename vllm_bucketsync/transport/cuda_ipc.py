@@ -37,7 +37,7 @@ from ..messages import CudaIpcHandle
 from . import parked
 from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
 from .device_memory import DeviceMemory
-from .devices import uuid_of
+from .devices import index_of, uuid_of
 from .shm import OpenedShm, ShmRegion
 from .slots import create_shrinking
 
@@ -87,7 +87,7 @@ class CudaRegion:
         """
         parked.free_unused()
         memory: DeviceMemory | None = None
-        with _as_region_errors(f"device memory on {device}"), torch.cuda.device(_index_of(device)):
+        with _as_region_errors(f"device memory on {device}"), torch.cuda.device(index_of(device)):
             device = torch.device("cuda", torch.cuda.current_device())
             lease = ShmRegion.create(ALIGNMENT_BYTES, directory=directory)
             try:
@@ -314,10 +314,6 @@ def _check_canary(memory: torch.Tensor, handle: CudaIpcHandle) -> None:
         raise RegionError(
             f"device memory {handle.id} is not the one that was offered: another canary is in it"
         )
-
-
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @contextmanager
