@@ -128,8 +128,7 @@ class ExportedBlocks:
 
     def _home_of(self, tensor: torch.Tensor) -> int | None:
         """Return where the allocation begins that has a tensor, and export it."""
-        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if not (tensor.is_cuda and is_plain and tensor.numel()):
+        if not _can_be_read_in_place(tensor):
             return None
         with suppress(RegionError, UnsupportedError):
             device = index_of(tensor.device)
@@ -139,6 +138,11 @@ class ExportedBlocks:
                 self._blocks[base] = (device, CudaBlock(memory, num_bytes))
             return base
         return None
+
+
+def _can_be_read_in_place(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and tensor.is_cuda and tensor.numel() > 0
 
 
 class OpenedBlocks:
