@@ -28,6 +28,7 @@ MAX_DIMS = 64
 MAX_ENTRIES = 8192
 # What ``Placed`` has for a tensor that lies nowhere but in a slot.
 NOT_PLACED = (1 << 64) - 1
+_OFFSET_BYTES = 8
 
 # Checked wherever a message is decoded, so that no offset from outside is negative.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -293,11 +294,12 @@ def _placed_buckets(
     metas: Sequence[TensorMeta], layout: BucketLayout, placed: Placed
 ) -> Iterator[tuple[tuple[Entry, ...], bool]]:
     """Yield the buckets in the manifest's order, each with whether it is in no slot."""
-    offsets = placed.unpacked()
-    if len(offsets) != len(metas):
+    if len(placed.offsets) != _OFFSET_BYTES * len(metas):
         raise RemoteProtocolError(
-            f"places of {len(offsets)} tensors came with a manifest of {len(metas)}"
+            f"places of {len(placed.offsets) / _OFFSET_BYTES:g} tensors came with a manifest of "
+            f"{len(metas)}"
         )
+    offsets = placed.unpacked()
     first = 0
     for is_here, run in groupby(range(len(metas)), lambda index: offsets[index] != NOT_PLACED):
         end = first + sum(1 for _ in run)
