@@ -63,7 +63,7 @@ def test_what_a_side_stream_computes_just_before_the_push_is_what_arrives(
 
 
 def test_nothing_grows_and_everything_comes_back(engine: FakeEngine) -> None:
-    tensors = {f"t{index}": torch.randn(MIB, device="cuda") for index in range(20)}
+    tensors = {f"t{index}": torch.randn(1 << 14, device="cuda") for index in range(20)}
     with WeightSync(engine) as warm:
         warm.push(tensors, version=0, zero_copy=True)
     begin = held()
