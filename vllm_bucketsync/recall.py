@@ -6,8 +6,9 @@ a trainer may want its memory back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -56,7 +57,7 @@ class Recall:
         self.is_sharded = False
         self.is_known = False
         self._forms: list[tuple[torch.dtype, torch.Size]] = []
-        self._glances: list[_Glance] = []
+        self._glances = _Glances()
 
     def note(self, described: Described, tensors: Sequence[object]) -> None:
         """Remember this one, in place of the last.
@@ -93,47 +94,58 @@ class Recall:
         )
         if not are_tied:
             return None
-        if not all(map(_is_same, self._glances, (tensors[one] for one in known.sent))):
+        self.is_known = self._glances.are([tensors[one] for one in known.sent])
+        if not self.is_known:
             if not all(
                 is_as_described(tensors[position], dtype=dtype, shape=shape)
                 for position, (dtype, shape) in zip(known.sent, self._forms, strict=True)
             ):
                 return None
             self._look(tensors)
-        else:
-            self.is_known = True
         return known
 
-    def unchanged(self, tensors: Sequence[object], *, first: int) -> Iterator[bool]:
-        """Tell for each tensor that is sent, from the ``first`` on, if it is as it was."""
-        end = first + len(tensors)
-        return map(_is_same, self._glances[first:end], tensors)
+    def are_unchanged(self, tensors: Sequence[object], *, first: int) -> bool:
+        """Whether tensors that are sent, from the ``first`` on, are as they were found."""
+        return not self.is_sharded and self._glances.are(tensors, first=first)
 
     def _look(self, tensors: Sequence[object]) -> None:
         """Take note of how tensors that were examined look."""
         self.is_known = False
         sent = () if self.described is None else self.described.sent
         found = [tensors[position] for position in sent]
-        self._glances = [_glance(one) for one in found if isinstance(one, torch.Tensor)]
         self.devices = frozenset(one.device for one in found if isinstance(one, torch.Tensor))
         self.is_sharded = any(is_sharded(one) for one in found)
+        # A part of a DTensor has no address that says anything: it is examined each time.
+        known = [] if self.is_sharded else found
+        self._glances = _Glances([one for one in known if isinstance(one, torch.Tensor)])
 
 
-# A tensor that may be gone, its address, dtype and shape.
-_Glance = tuple[Callable[[], object], int, torch.dtype, torch.Size]
+class _Glances:
+    """How tensors looked when they were examined, compared without a statement for each.
+
+    Nothing of them is kept alive: an identity counts for as long as none has died.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._all_live = [True]
+        forget = self._all_live.clear
+        self._refs = [ref(one, lambda _: forget()) for one in tensors]
+        self._looks = [list(map(look, tensors)) for look in _LOOKS]
+
+    def are(self, tensors: Sequence[object], *, first: int = 0) -> bool:
+        """Whether these are the very same, from the ``first`` on, and look the same."""
+        end = first + len(tensors)
+        return bool(self._all_live) and all(
+            list(map(look, tensors)) == known[first:end]
+            for look, known in zip(_LOOKS, self._looks, strict=True)
+        )
 
 
-def _glance(tensor: torch.Tensor) -> _Glance:
-    # Nothing is the same as a part of a DTensor: it is examined each time.
-    address = -1 if is_sharded(tensor) else tensor.data_ptr()
-    return ref(tensor), address, tensor.dtype, tensor.shape
-
-
-def _is_same(glance: _Glance, tensor: Any) -> bool:
-    known, address, dtype, shape = glance
-    return (
-        known() is tensor
-        and tensor.data_ptr() == address
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-    )
+# Identity before the rest: whatever is the same object is a tensor.
+_LOOKS: tuple[Callable[[Any], object], ...] = (
+    id,
+    torch.Tensor.data_ptr,
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    torch.Tensor.stride,
+)

@@ -249,9 +249,9 @@ def _declare(
     def ready(first: int, end: int) -> list[torch.Tensor]:
         found = fetch(first, end)
         # Looked at again: a trainer's other threads, and its progress, may change them.
-        for index, is_same in enumerate(recall.unchanged(found, first=first)):
-            if not is_same:
-                check_unchanged(metas[first + index], found[index])
+        if not recall.are_unchanged(found, first=first):
+            for index, one in enumerate(found, start=first):
+                check_unchanged(metas[index], one)
         return cast(list[torch.Tensor], found)
 
     tensors = _fetch_declared(metas, lambda: (fetch(i, i + 1)[0] for i in range(len(metas))))
