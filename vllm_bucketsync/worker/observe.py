@@ -61,16 +61,15 @@ def observe(
         return why
     expected = {name: tensor.detach().clone() for name, tensor in scratch.items()}
     live = {name: planned.live(name) for name in scratch}
-    # Objects, kept alive, so that no identity can come back with another one; versions
-    # have to be read before.
+    # The objects are kept alive, so that none can come back with another's identity.
     before = reachable(planned.module)
-    versions = _versions(before, scratch)
+    identities, versions = _identities(before), _versions(before, scratch)
     with _Functions([*scratch.values(), *live.values()]) as functions:
         with _Operations(scratch, live) as operations:
             process()
     why = functions.fault or operations.fault
     after = reachable(planned.module)
-    if not why and _identities(before) != _identities(after):
+    if not why and identities != _identities(after):
         why = "processing makes or replaces something that the module holds"
     if not why and versions != _versions(after, scratch):
         why = "processing writes to something that the module holds besides its weights"
