@@ -79,7 +79,10 @@ def cut(source: Box, target: Box, *, first: int, end: int) -> Iterator[tuple[Box
     step = source.strides[dim]
     # From the first to the last element of one slab.
     span = high - low - (source.shape[dim] - 1) * step
-    touched = max(0, _ceil(first - low - span, step)), min(source.shape[dim], _ceil(end - low, step))
+    touched = (
+        max(0, _ceil(first - low - span, step)),
+        min(source.shape[dim], _ceil(end - low, step)),
+    )
     whole_first = max(0, _ceil(first - low, step))
     whole_end = min(source.shape[dim], (end - 1 - span - low) // step + 1)
     for index in range(touched[0], min(whole_first, touched[1])):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from .errors import SourceError
 from .layout import BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -214,9 +215,7 @@ def _open_checkpoint(path: Path, names: Names) -> Source:
     return _checked_source(metas, tensors, what=f"checkpoint {path}")
 
 
-def _declare(
-    manifest: Manifest, fetch: Callable[[int, int], list[object]], *, what: str
-) -> Source:
+def _declare(manifest: Manifest, fetch: Callable[[int, int], list[object]], *, what: str) -> Source:
     """Return the source of tensors that exist all at once, unless they are to be gathered."""
     metas = manifest.metas
     forms = [(getattr(torch, meta.dtype), torch.Size(meta.shape)) for meta in metas]
@@ -224,7 +223,7 @@ def _declare(
     def ready(first: int, end: int) -> list[torch.Tensor]:
         found = fetch(first, end)
         return [
-            tensor
+            cast(torch.Tensor, tensor)
             if is_as_described(tensor, dtype=forms[index][0], shape=forms[index][1])
             else check_unchanged(metas[index], tensor)
             for index, tensor in enumerate(found, start=first)

@@ -200,7 +200,9 @@ def test_modules_and_configs_are_named_and_not_entered() -> None:
     found = reachable(layer)
 
     assert ".quant_method.config" in found
-    assert [path for path in found if path.startswith((".quant_method.config.", ".quant_method.owner."))] == []
+    assert [
+        path for path in found if path.startswith((".quant_method.config.", ".quant_method.owner."))
+    ] == []
 
 
 # --- the kinds that are listed: one test for each line ------------------------
@@ -268,7 +270,9 @@ def test_experts_are_listed_for_the_backend_that_keeps_their_layout() -> None:
 
     lines = {line for line in compat.DIRECT_KINDS if line[2] is not None}
 
-    assert lines == {(UnquantizedFusedMoEMethod.__name__, "cuda", UnquantizedMoeBackend.TRITON.name)}
+    assert lines == {
+        (UnquantizedFusedMoEMethod.__name__, "cuda", UnquantizedMoeBackend.TRITON.name)
+    }
 
 
 def test_a_target_is_named_within_its_module() -> None:

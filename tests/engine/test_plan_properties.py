@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import engines, toy_models
 from support.pushes import Warm, load_all, metas_of, push
-from support.toy_models import BY_LOADERS, Group, Source, Spec, ToyModel
+from support.toy_models import BY_LOADERS, Group, Spec, ToyModel
 
 import torch  # isort: skip
 
@@ -52,26 +53,22 @@ def _shapes(
     kind: str, size: int, rows: int, columns: int, experts: int
 ) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Return a weight's shape on one of ``size`` ranks, and its sources' with arguments."""
-    match kind:
-        case "column":
-            return (rows, columns), [((rows * size, columns), ())]
-        case "row":
-            return (rows, columns), [((rows, columns * size), ())]
-        case "stacked":
-            heads = ((rows * size, columns), (0, 1)), ((experts, columns), (rows, size))
-            return (rows + experts, columns), list(heads)
-        case "expert":
-            parts = [(expert, half) for expert in range(experts) for half in (0, 1)]
-            return (experts, 2 * rows, columns), [((rows * size, columns), p) for p in parts]
-        case "fused_experts":
-            return (experts, rows, columns), [((experts, columns, rows * size), ())]
-        case "padded":
-            return (rows + experts, columns), [((rows, columns), ())]
-        case "turned":
-            return (rows, columns), [((columns, rows), ())]
-        case "spread":
-            return (rows, columns), [((1, columns), ())]
-    return (rows, columns), [((rows, columns), ())]
+    cells = [(expert, half) for expert in range(experts) for half in (0, 1)]
+    heads = [((rows * size, columns), (0, 1)), ((experts, columns), (rows, size))]
+    known: dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {
+        "column": ((rows, columns), [((rows * size, columns), ())]),
+        "row": ((rows, columns), [((rows, columns * size), ())]),
+        "stacked": ((rows + experts, columns), list(heads)),
+        "expert": (
+            (experts, 2 * rows, columns),
+            [((rows * size, columns), cell) for cell in cells],
+        ),
+        "fused_experts": ((experts, rows, columns), [((experts, columns, rows * size), ())]),
+        "padded": ((rows + experts, columns), [((rows, columns), ())]),
+        "turned": ((rows, columns), [((columns, rows), ())]),
+        "spread": ((rows, columns), [((1, columns), ())]),
+    }
+    return known.get(kind, ((rows, columns), [((rows, columns), ())]))
 
 
 @st.composite
@@ -85,8 +82,12 @@ def models(draw: st.DrawFn) -> tuple[ToyModel, ToyModel]:
 
 def live(model: ToyModel) -> dict[str, bytes]:
     found = {name: engines.tensor_bytes(one) for name, one in model.named_parameters()}
-    packed = {f"{n}": layer.packed for n, layer in enumerate(model.layers) if "packed" in vars(layer)}
-    return found | {f"packed {n}": engines.tensor_bytes(one) for n, one in packed.items()}
+    layer: Any
+    packed = {}
+    for number, layer in enumerate(model.layers):
+        if "packed" in vars(layer):
+            packed[f"packed {number}"] = engines.tensor_bytes(layer.packed)
+    return found | packed
 
 
 @settings(max_examples=40, deadline=None)
@@ -150,9 +151,3 @@ def test_a_check_finds_nothing_where_nothing_is_wrong(
 
     for seed in range(2):
         push(WeightSink(worker, memory=memory, mode=PlanMode.CHECK), model.sources(seed))
-
-
-def test_every_way_of_loading_is_tried() -> None:
-    source: Source = ((2, 2), torch.float32, ())
-    assert all(len(_shapes(kind, 2, 3, 4, 5)) == 2 for kind in toy_models.LOADERS)
-    assert source[1] is torch.float32

@@ -19,6 +19,7 @@ from vllm_bucketsync.config import PlanMode
 from vllm_bucketsync.errors import EngineState, LoadError, PlanError
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.worker import compat, layerwise, replay, sleeps, weights
+from vllm_bucketsync.worker.dryrun import dry_run
 from vllm_bucketsync.worker.memory import WeightMemory
 
 every_kind = pytest.mark.parametrize("world", tiny_models.KINDS, indirect=True)
@@ -239,7 +240,7 @@ def test_a_stream_goes_on_through_the_loaders_wherever_it_leaves_the_plan(
         sink.open(Manifest(metas_of(items)))
         load_all(sink, items[:left_at], slot_size_bytes=slot_size_bytes)
         sink.deviate(left_at)
-        rest = items[:left_at - 1 if left_at else None : -1]
+        rest = items[: left_at - 1 if left_at else None : -1]
         load_all(sink, rest, slot_size_bytes=slot_size_bytes, first=left_at)
         sink.prepare()
         report = sink.commit()
@@ -320,13 +321,13 @@ def test_a_loader_that_does_more_than_to_copy_is_run_each_time(
     world: World, loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "model.layers.0.input_layernorm.weight"
-    changed = {
+    changed: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
         _adds_one: lambda t: t + 1,
         _adds_one_afterwards: lambda t: t + 1,
         _adds_one_in_place: lambda t: t + 1,
         _clears_first: lambda t: torch.cat([t[:-1], torch.tensor([7.0])]),
         _keeps: lambda t: t,
-    }[loader]
+    }
     memory = WeightMemory()
     with monkeypatch.context() as patch:
         _with_loader(world, name, loader, patch)
@@ -334,7 +335,7 @@ def test_a_loader_that_does_more_than_to_copy_is_run_each_time(
             report = push(world.sink(memory=memory), world.tensors(seed))
 
             live = world.model.get_parameter(name)
-            assert torch.equal(live, changed(world.tensors(seed)[name]))
+            assert torch.equal(live, changed[loader](world.tensors(seed)[name]))
             assert report.split.num_loaded == 1
             assert report.split.num_direct + report.split.num_processed == 18
             _kept_by_a_loader.clear()
@@ -396,10 +397,12 @@ def test_a_plan_is_dropped_when_what_it_was_made_with_changes(
     for seed in (0, 1):
         warm.push(plain.sink(memory=memory), plain.tensors(seed))
     dry_runs: list[Any] = []
-    dry_run = weights.dry_run
-    monkeypatch.setattr(
-        weights, "dry_run", lambda *args, **kw: dry_runs.append(args) or dry_run(*args, **kw)
-    )
+
+    def counted(*args: Any, **options: Any) -> Any:
+        dry_runs.append(args)
+        return dry_run(*args, **options)
+
+    monkeypatch.setattr(weights, "dry_run", counted)
     warm.push(plain.sink(memory=memory), plain.tensors(0))
     assert dry_runs == []
 

@@ -13,9 +13,7 @@ from vllm_bucketsync.sync import WeightSync
 
 @pytest.mark.parametrize("slot_size", [512, 4096])
 @pytest.mark.parametrize("num_slots", [1, 3])
-def test_warm_pushes_through_few_slots_bring_the_new_bytes(
-    slot_size: int, num_slots: int
-) -> None:
+def test_warm_pushes_through_few_slots_bring_the_new_bytes(slot_size: int, num_slots: int) -> None:
     engine = ThreadEngine(num_workers=2)
     with WeightSync(engine, slot_size=slot_size, num_slots=num_slots) as sync:
         for step in range(4):

@@ -36,13 +36,14 @@ class Group:
         return tensor.narrow(dim, self.rank // replicas * size, size)
 
 
-class Untouched(QuantizeMethodBase):
+class Untouched(QuantizeMethodBase):  # type: ignore[misc]
     """Leaves weights as they are, as most do on a GPU."""
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
-    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return layer.weight
+    def apply(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight: torch.Tensor = layer.weight
+        return weight
 
     def process_weights_after_loading(self, layer: nn.Module) -> None: ...
 
@@ -123,9 +124,10 @@ class ToyModel(nn.Module):
         )
         record_metadata_for_reloading(self)
         # As after a first load: what processing leaves is live.
+        layer: Any
         for layer in self.layers:
             if layer.quant_method is not None:
-                layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator]
+                layer.quant_method.process_weights_after_loading(layer)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         parameters = dict(self.named_parameters())
@@ -206,9 +208,7 @@ def _row(group: Group) -> Loader:
 def _stacked(group: Group) -> Loader:
     """Parts that lie one after the other; the later ones are shared by all ranks."""
 
-    def load(
-        param: torch.Tensor, loaded_weight: torch.Tensor, first: int, replicas: int
-    ) -> None:
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor, first: int, replicas: int) -> None:
         part = group.part(loaded_weight, 0, replicas=replicas)
         param.data.narrow(0, first, part.shape[0]).copy_(part)
 

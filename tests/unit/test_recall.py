@@ -150,7 +150,8 @@ def test_memory_that_was_freed_is_refused() -> None:
 def test_ready_tensors_are_looked_up_when_they_are_asked_for() -> None:
     module = Tied()
     source = open_source(module)
-    assert source.ready is not None and source.declared is not None
+    assert source.ready is not None
+    assert source.declared is not None
     module.first.bias = nn.Parameter(torch.full((3,), 7.0))
 
     names = [meta.name for meta in source.declared.metas]

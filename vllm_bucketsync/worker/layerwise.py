@@ -179,7 +179,7 @@ def finish(model: torch.nn.Module, model_config: Any) -> None:
     """Do what vLLM's finalise does to a model of which no module is being reloaded."""
     for module in model.modules():
         if compat.is_processed_last(module):
-            module.process_weights_after_loading(model_config.dtype)
+            module.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
     compat.rebuild_tied_heads(model)
     compat.run_model_hook(model)
 

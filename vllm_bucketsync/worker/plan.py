@@ -96,7 +96,10 @@ class Plan:
     def is_current(self) -> bool:
         """Whether the direct modules have the kernels that they were observed with."""
         return all(
-            all(one is other for one, other in zip(m.kernel, compat.kernel_of(m.module), strict=True))
+            all(
+                one is other
+                for one, other in zip(m.kernel, compat.kernel_of(m.module), strict=True)
+            )
             for m in self.modules
             if m.is_direct
         )
@@ -180,8 +183,11 @@ def _unfit(
 def _has_overlap(copies: Iterable[Copy], fills: Iterable[Fill]) -> bool:
     """Whether the order of what is written to a module matters, or cannot be told."""
     boxes = defaultdict(list)
-    for one in (*copies, *fills):
-        boxes[one.target].append(one.target_box)
+    for target, box in [
+        *((copy.target, copy.target_box) for copy in copies),
+        *((fill.target, fill.target_box) for fill in fills),
+    ]:
+        boxes[target].append(box)
     found = [cover(of_target) for of_target in boxes.values() if len(of_target) > 1]
     return any(one.overlap is not None or not one.is_exact for one in found)
 
@@ -217,7 +223,9 @@ def _num_due(path: str, module: torch.nn.Module, copies: Iterable[Copy]) -> int:
     live = {**module._parameters, **module._buffers}
     due = {**{name: live[name] for name in reached}, **parameters, **buffers}
     transient = module._non_persistent_buffers_set
-    return sum(one.numel() for name, one in due.items() if one is not None and name not in transient)
+    return sum(
+        one.numel() for name, one in due.items() if one is not None and name not in transient
+    )
 
 
 def _owner(target: str) -> str:

@@ -288,6 +288,4 @@ class WeightSink:
 
 
 def _joined(planned: LoadSplit, loaded: LoadSplit) -> LoadSplit:
-    return structs.replace(
-        planned, num_loaded=loaded.num_loaded, loaded_bytes=loaded.loaded_bytes
-    )
+    return structs.replace(planned, num_loaded=loaded.num_loaded, loaded_bytes=loaded.loaded_bytes)
