@@ -7,7 +7,7 @@ byte and in order, and each description must be one that torch can have.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -68,7 +68,9 @@ class Arrivals:
         del self._metas[index:]
         self._plan = None
 
-    def accept_planned(self, batch: Batch, *, capacity_bytes: int) -> Sequence[Entry] | None:
+    def accept_planned(
+        self, batch: Batch, *, capacity_bytes: int
+    ) -> Iterable[tuple[Entry, TensorMeta]] | None:
         """Take note of a bucket that both ends planned, as a whole.
 
         Args:
@@ -76,7 +78,8 @@ class Arrivals:
             capacity_bytes: Length of the region that holds it.
 
         Returns:
-            Its entries; ``None`` where the batch, or the update, has no plan.
+            Its entries, each with its tensor's meta, for whoever goes through them;
+            ``None`` where the batch, or the update, has no plan.
 
         Raises:
             RemoteProtocolError: It is not the bucket that was planned next, or
@@ -104,7 +107,8 @@ class Arrivals:
         after = plan.progress[batch.seq + 1]
         self.num_tensors, self.num_bytes = after.num_tensors, after.num_bytes
         self._open_bytes, self._is_open = after.open_bytes, after.open_bytes > 0
-        return plan.buckets[batch.seq]
+        metas = self._metas
+        return ((entry, metas[entry.index]) for entry in plan.buckets[batch.seq])
 
     def accept(self, batch: Batch, *, capacity_bytes: int) -> list[tuple[Entry, TensorMeta]]:
         """Take note of a bucket and return its entries, each with its tensor's meta.
@@ -119,7 +123,7 @@ class Arrivals:
         """
         planned = self.accept_planned(batch, capacity_bytes=capacity_bytes)
         if planned is not None:
-            return [(entry, self._metas[entry.index]) for entry in planned]
+            return list(planned)
         if self._plan is None:
             for meta in batch.metas:
                 check_tensor_meta(meta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -22,7 +22,7 @@ from .errors import (
     UnsupportedError,
     to_wire,
 )
-from .layout import Entry, Manifest, TensorMeta
+from .layout import Manifest, TensorMeta
 from .messages import (
     MAX_METAS,
     MAX_NOTES,
@@ -42,13 +42,11 @@ from .messages import (
     Open,
     Prepared,
     Ready,
-    Region,
     Reply,
 )
-from .retained import KeptBuckets, ReceiverMemory
+from .retained import KeptBuckets, ReceiverMemory, view_pieces
 from .session import Role, Session
-from .sinks import Bucket, Piece, Sink
-from .transport.base import OpenedRegion
+from .sinks import Bucket, Sink
 from .transport.registry import open_region
 
 logger = logging.getLogger(__name__)
@@ -228,28 +226,17 @@ class Receiver:
         region = opened.regions[batch.region]
         memory = self._memory.regions[opened.handles[region.handle].id]
         memory.await_writes(batch.region)
-        entries = arrivals.accept_planned(batch, capacity_bytes=region.num_bytes)
-        if entries is None:
-            accepted = arrivals.accept(batch, capacity_bytes=region.num_bytes)
-            bucket = Bucket(seq=batch.seq, pieces=_pieces(memory, region, accepted))
-        else:
-            bucket = self._planned_bucket(batch, memory, region, entries)
-        sink.load(bucket)
-        return Ack(seq=batch.seq)
-
-    def _planned_bucket(
-        self, batch: Batch, memory: OpenedRegion, region: Region, entries: Sequence[Entry]
-    ) -> Bucket:
-        kept, key = self._kept, (batch.seq, batch.region)
-        bucket = None if kept is None else kept.get(key)
+        planned = arrivals.accept_planned(batch, capacity_bytes=region.num_bytes)
+        kept = None if planned is None else self._kept
+        bucket = None if kept is None else kept.get((batch.seq, batch.region))
         if bucket is None:
-            metas = () if self._manifest is None else self._manifest.metas
-            planned = [(entry, metas[entry.index]) for entry in entries]
-            pieces = _pieces(memory, region, planned)
+            entries = planned or arrivals.accept(batch, capacity_bytes=region.num_bytes)
+            pieces = view_pieces(memory, region, entries)
             bucket = Bucket(seq=batch.seq, pieces=pieces, is_kept=kept is not None)
             if kept is not None:
-                kept[key] = bucket
-        return bucket
+                kept[batch.seq, batch.region] = bucket
+        sink.load(bucket)
+        return Ack(seq=batch.seq)
 
     def _deviate(self, command: Deviate) -> None:
         arrivals, sink = self._running()
@@ -323,18 +310,4 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.manifest,
         opened.is_declared,
         opened.partial,
-    )
-
-
-def _pieces(
-    memory: OpenedRegion, region: Region, entries: Iterable[tuple[Entry, TensorMeta]]
-) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(
-            index=entry.index,
-            meta=meta,
-            first_byte=entry.first_byte,
-            data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
-        )
-        for entry, meta in entries
     )

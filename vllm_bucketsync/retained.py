@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .layout import Manifest
-from .messages import Open
-from .sinks import Bucket
+from .layout import Entry, Manifest, TensorMeta
+from .messages import Open, Region
+from .sinks import Bucket, Piece
 from .transport.base import OpenedRegion
 
 MAX_MANIFESTS = 4
@@ -70,3 +71,22 @@ class ReceiverMemory:
         self.buckets.clear()
         while self.regions:
             self.regions.popitem()[1].close()
+
+
+def view_pieces(
+    memory: OpenedRegion, region: Region, entries: Iterable[tuple[Entry, TensorMeta]]
+) -> tuple[Piece, ...]:
+    """View a bucket's tensors where they lie.
+
+    Raises:
+        RemoteProtocolError: One of them is not within the memory.
+    """
+    return tuple(
+        Piece(
+            index=entry.index,
+            meta=meta,
+            first_byte=entry.first_byte,
+            data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
+        )
+        for entry, meta in entries
+    )

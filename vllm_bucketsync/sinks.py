@@ -6,7 +6,7 @@ drives one sink through one update. A new capability is a new sink.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -76,7 +76,7 @@ class SinkReport:
         notes: Anything else that a user should read.
     """
 
-    split: LoadSplit = LoadSplit()
+    split: LoadSplit = field(default_factory=LoadSplit)
     cloned_bytes: int = 0
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

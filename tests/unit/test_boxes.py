@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from vllm_bucketsync.boxes import Box, cut
 
 
 def box_of(view: torch.Tensor) -> Box:
-    return Box(view.storage_offset(), tuple(view.shape), view.stride())
+    return Box(int(view.storage_offset()), tuple(view.shape), view.stride())
 
 
 @st.composite
@@ -49,7 +51,7 @@ def test_fragments_do_what_the_whole_does(view: torch.Tensor, data: st.DataObjec
     bounds = [0, *cuts, num_elements]
 
     done: list[tuple[int, int]] = []
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in itertools.pairwise(bounds):
         for part, place in cut(source, target, first=first, end=end):
             assert part.shape == place.shape
             read, written = numbers(part).flatten(), numbers(place).flatten()

@@ -52,7 +52,7 @@ def test_a_batch_is_its_copies_every_time_it_is_run(
 ) -> None:
     source, to, expected = memory(1), memory(2), memory(2)
     # Only numbers that every dtype has.
-    for box, dtype, origin, other in batch:
+    for box, _, origin, other in batch:
         typed(source, origin, other).copy_(torch.arange(box.num_elements).reshape(box.shape))
     pairs = [
         (typed(to, box, dtype), typed(source, origin, other)) for box, dtype, origin, other in batch

@@ -12,6 +12,7 @@ suspected: it is fed alone, and if it is innocent the others are fed by halves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,9 +130,11 @@ class _Run:
 
     def retained(self) -> frozenset[int]:
         """Return the sources that a loader still holds on to, and does who knows what with."""
-        alone = _num_uses(torch.empty(0, device="meta"))
-        uses = enumerate(map(_num_uses, self._tensors))
-        return frozenset(source for source, num_uses in uses if num_uses > alone)
+        control = [torch.empty(0, device="meta")]
+        self._recorder.add_source(len(self._tensors), control[0])
+        alone = _num_uses(control, 0)
+        uses = (_num_uses(self._tensors, source) for source in range(len(self._tensors)))
+        return frozenset(source for source, num_uses in enumerate(uses) if num_uses != alone)
 
     def _miscast(self) -> Iterator[Problem]:
         """Yield what a cast would truncate: a float's bits sent as integers, or the reverse.
@@ -302,8 +305,10 @@ class _Run:
         return [self._metas[source].name for source in sources]
 
 
-def _num_uses(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _num_uses(tensors: list[torch.Tensor], source: int) -> tuple[int, int]:
+    """Return how many hold on to a tensor, and how many to its storage."""
+    num_views = torch._C._storage_Use_Count(tensors[source].untyped_storage()._cdata)
+    return sys.getrefcount(tensors[source]), int(num_views)
 
 
 def _sources(recorder: Recorder, bound: Any) -> set[int]:

@@ -56,6 +56,7 @@ class LayerwiseReload:
 
     Attributes:
         cloned_bytes: Bytes copied out of buckets because vLLM keeps them.
+        num_built: Modules that were built anew, once all is done.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -68,11 +69,7 @@ class LayerwiseReload:
         self._replaced: set[torch.nn.Module] = set()
         self._is_finalising = False
         self.cloned_bytes = 0
-
-    @property
-    def num_replaced(self) -> int:
-        """Modules that were built anew, as far as ``waiting`` has looked."""
-        return len(self._replaced)
+        self.num_built = 0
 
     def begin(self, *, spared: Callable[[torch.nn.Module], bool] = lambda module: False) -> None:
         """Put tensors onto the meta device, ready to be loaded; more of them if called again.
@@ -128,6 +125,8 @@ class LayerwiseReload:
     def finalise(self) -> None:
         """Process what waits for the end, attention last, and put everything in place."""
         self._is_finalising = True
+        self.num_built = sum(layer.info.load_numel > 0 for layer in self.waiting())
+        self.num_built += len(self._replaced)
         for layer in self.waiting():
             if layer.info.load_numel <= 0 and not compat.is_processed_last(layer.module):
                 # vLLM would do the same, and warn of each that it "failed to load".
@@ -180,7 +179,7 @@ def finish(model: torch.nn.Module, model_config: Any) -> None:
     """Do what vLLM's finalise does to a model of which no module is being reloaded."""
     for module in model.modules():
         if compat.is_processed_last(module):
-            module.process_weights_after_loading(model_config.dtype)
+            module.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
     compat.rebuild_tied_heads(model)
     compat.run_model_hook(model)
 

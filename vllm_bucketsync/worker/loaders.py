@@ -45,9 +45,8 @@ class Loaders:
 
     @property
     def num_modules(self) -> int:
-        """Modules that were built anew."""
-        self._reload.waiting()
-        return self._reload.num_replaced
+        """Modules that were built anew, once all is done."""
+        return self._reload.num_built
 
     def begin(self, *, spared: Callable[[torch.nn.Module], bool] = lambda module: False) -> None:
         """Take modules out of the live model; see ``LayerwiseReload.begin``."""

@@ -61,16 +61,16 @@ def observe(
         return why
     expected = {name: tensor.detach().clone() for name, tensor in scratch.items()}
     live = {name: planned.live(name) for name in scratch}
-    # Objects, kept alive, so that no identity can come back with another one; versions
-    # have to be read before.
+    # The objects are kept alive, so that none can come back with another's identity.
     before = reachable(planned.module)
-    versions = _versions(before, scratch)
-    with _Functions([*scratch.values(), *live.values()]) as functions:
-        with _Operations(scratch, live) as operations:
-            process()
+    identities, versions = _identities(before), _versions(before, scratch)
+    functions = _Functions([*scratch.values(), *live.values()])
+    operations = _Operations(scratch, live)
+    with functions, operations:
+        process()
     why = functions.fault or operations.fault
     after = reachable(planned.module)
-    if not why and _identities(before) != _identities(after):
+    if not why and identities != _identities(after):
         why = "processing makes or replaces something that the module holds"
     if not why and versions != _versions(after, scratch):
         why = "processing writes to something that the module holds besides its weights"
@@ -129,7 +129,7 @@ class _Functions(TorchFunctionMode):
     """Finds fault with whoever takes a tensor's address: what it does there is not seen."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._storages = {_storage(tensor) for tensor in tensors}
         self.fault = ""
 
@@ -137,9 +137,9 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _ESCAPES and not self.fault:
-            if any(_storage(one) in self._storages for one in _tensors([args])):
-                self.fault = f"processing takes the address of its weights ({name})"
+        is_escape = name in _ESCAPES and not self.fault
+        if is_escape and any(_storage(one) in self._storages for one in _tensors([args])):
+            self.fault = f"processing takes the address of its weights ({name})"
         return func(*args, **(kwargs or {}))
 
 

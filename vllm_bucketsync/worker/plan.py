@@ -183,8 +183,11 @@ def _unfit(
 def _has_overlap(copies: Iterable[Copy], fills: Iterable[Fill]) -> bool:
     """Whether the order of what is written to a module matters, or cannot be told."""
     boxes = defaultdict(list)
-    for one in (*copies, *fills):
-        boxes[one.target].append(one.target_box)
+    for target, box in [
+        *((copy.target, copy.target_box) for copy in copies),
+        *((fill.target, fill.target_box) for fill in fills),
+    ]:
+        boxes[target].append(box)
     found = [cover(of_target) for of_target in boxes.values() if len(of_target) > 1]
     return any(one.overlap is not None or not one.is_exact for one in found)
 

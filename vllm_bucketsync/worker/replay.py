@@ -64,6 +64,10 @@ class _Program:
     counts: dict[PlannedModule, int]
     others: tuple[Piece, ...]
 
+    def is_for(self, plan: Plan) -> bool:
+        """Whether it was made for a plan as it is now."""
+        return self.plan is plan and self.generation == plan.generation
+
 
 class Replay:
     """One update by plan.
@@ -92,12 +96,7 @@ class Replay:
             The pieces that go to vLLM's own loaders.
         """
         program = bucket.prepared
-        is_ready = (
-            isinstance(program, _Program)
-            and program.plan is self.plan
-            and program.generation == self.plan.generation
-        )
-        if not is_ready:
+        if not isinstance(program, _Program) or not program.is_for(self.plan):
             program = _compile(self.plan, bucket.pieces)
             bucket.prepared = program if bucket.is_kept else None
         self._execute(program)

@@ -155,8 +155,8 @@ class WeightSink:
             self._was_begun = True
             if loaders is not None:
                 skipped.update(loaders.skipped)
-                split = LoadSplit(num_loaded=loaders.num_modules, loaded_bytes=loaders.num_bytes)
                 loaders.finalise()
+                split = LoadSplit(num_loaded=loaders.num_modules, loaded_bytes=loaders.num_bytes)
             else:
                 layerwise.finish(self._model, self._worker.model_config)
             if self._check is not None:
@@ -199,6 +199,8 @@ class WeightSink:
         """Drop what was kept for this update. Idempotent."""
         if self._replay is not None:
             self._replay.release()
+        if self._check is not None:
+            self._check.release()
         self._loaders = self._replay = self._check = None
 
     @property
