@@ -58,6 +58,7 @@ REPORT = PushReport(
     transport="shm",
     transport_reason="another process [of this host]",
     slot_size_bytes=2048,
+    zero_copy_bytes=0,
     skipped=("rope.inv_freq",),
     workers=(WORKER,),
 )

@@ -77,9 +77,11 @@ def test_a_receiver_takes_what_was_planned_in_the_region_where_it_is() -> None:
     arrivals = Arrivals(manifest, layout=LAYOUT, placed=placed)
 
     for seq, region in enumerate((2, 1, 2)):
-        entries = arrivals.accept_planned(Batch(seq=seq, region=region), capacity_bytes=512)
-        assert entries is not None
-        assert [entry.index for entry in entries] == [seq]
+        found = arrivals.accept_planned(Batch(seq=seq, region=region), capacity_bytes=512)
+        assert found is not None
+        assert [(e.index, e.offset_bytes, meta.name) for e, meta in found] == [
+            (seq, (40, 0, 80)[seq], f"t{seq}")
+        ]
     assert (arrivals.num_tensors, arrivals.num_bytes) == (3, 600)
 
 

@@ -43,6 +43,7 @@ def report(**changes: Any) -> PushReport:
         transport="shm",
         transport_reason="asked for",
         slot_size_bytes=512,
+        zero_copy_bytes=0,
         skipped=("rope",),
         workers=(WORKER, WORKER),
     )
