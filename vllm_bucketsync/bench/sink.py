@@ -46,6 +46,8 @@ class ModelSink:
         for piece in pieces:
             start = self._starts[piece.index] + piece.first_byte
             self._model[start : start + piece.data.numel()].copy_(piece.data)
+        if self._model.is_cuda:
+            torch.cuda.current_stream(self._model.device).synchronize()
 
     def prepare(self) -> None:
         """Have nothing to miss: the receiver counts what arrived."""
