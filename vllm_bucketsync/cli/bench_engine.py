@@ -58,7 +58,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     begin_s = time.monotonic()
 
     def tell(text: str) -> None:
-        console.print(f"[{time.monotonic() - begin_s:6.1f} s] {text}", markup=False)
+        console.print(
+            f"[{time.monotonic() - begin_s:6.1f} s] {text}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def save(result: EngineResult) -> None:
         if args.json is not None and not is_stdout_taken:
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from vllm_bucketsync.bench.engine.run import measure
 
     try:
-        result = measure(_plan(args), tell=tell, save=save)
+        result = measure(_plan(args), tell=tell, save=save, begin_s=begin_s)
     except BucketSyncError as error:
         raise CommandError.of(error) from error
     found = result.as_dict()

@@ -35,20 +35,23 @@ Tell = Callable[[str], None]
 Save = Callable[[EngineResult], None]
 
 
-def measure(plan: EnginePlan, *, tell: Tell, save: Save) -> EngineResult:
+def measure(
+    plan: EnginePlan, *, tell: Tell, save: Save, begin_s: float | None = None
+) -> EngineResult:
     """Run the benchmark. Whatever ends it, the engine is stopped.
 
     Args:
         plan: What to measure.
         tell: Told what is done, and what came of it.
         save: Given the result so far, after every row.
+        begin_s: When the budget began to run, of ``time.monotonic``; now where ``None``.
 
     Raises:
         ConfigError: The plan makes no sense; nothing was started.
         UnsupportedError: There is no such device, or vLLM does not start.
         LoadError: vLLM itself could not load the weights: nothing can be compared.
     """
-    begin_s = time.monotonic()
+    begin_s = time.monotonic() if begin_s is None else begin_s
     _check(plan)
     model, shapes = MODELS[plan.model], MODELS[plan.model].shapes()
     # bf16 ends vLLM's CPU build on some processors.
@@ -144,6 +147,7 @@ class _Runner:
         elif why_not := method.why_not():
             row.outcome, row.text = Outcome.IMPOSSIBLE, why_not
         else:
+            self._tell(f"{method.name} …")
             try:
                 self._measure(method, row)
             except Exception as error:  # noqa: BLE001 - a row with its error, never a lost run
@@ -163,6 +167,9 @@ class _Runner:
                 self._run(method, row, is_timed=number >= self._plan.warm_up)
         finally:
             method.close()
+            if self._stage.has_gpu:
+                # Our slots are no memory of torch's, and have to find room.
+                torch.cuda.empty_cache()
 
     def _run(self, method: Method, row: Row, *, is_timed: bool) -> None:
         if not method.is_floor:

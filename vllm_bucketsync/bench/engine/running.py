@@ -13,7 +13,7 @@ from vllm_bucketsync.errors import UnsupportedError
 from .extension import EXTENSION
 
 _MAX_MODEL_LEN = 64
-_MAX_TOKENS = 512
+_MAX_TOKENS = 256
 _KV_CACHE_BYTES = 512 * 1024**2
 # Only what has to be free at the start: the cache has its own size, the trainer comes later.
 _GPU_SHARE = 0.5
@@ -21,7 +21,9 @@ _GPU_SHARE = 0.5
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Nothing is sampled, and it would be compiled first.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # For CPU builds.
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
