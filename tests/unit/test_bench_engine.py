@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
 from vllm_bucketsync import cli
 from vllm_bucketsync.bench.engine import flip
+from vllm_bucketsync.bench.engine import run as running
 from vllm_bucketsync.bench.engine.reference import Reference
-from vllm_bucketsync.bench.engine.result import splits
+from vllm_bucketsync.bench.engine.result import EnginePlan, Outcome, Row, splits
 from vllm_bucketsync.bench.engine.trainer import Trainer
 from vllm_bucketsync.bench.floors import pieces
 from vllm_bucketsync.cli import bench_engine
@@ -117,6 +122,50 @@ def test_splits_are_the_seconds_that_the_first_worker_tells() -> None:
         "load_s": [0.5, 0.5],
         "wait_s": [0.25, 0.25],
     }
+
+
+def measured(*, budget_s: float | None = None, **behaviour: Any) -> tuple[Row, mock.Mock]:
+    """Run one row of a method that is a double, under a clock that ticks once a look."""
+    method = mock.Mock(what="", is_floor=False, **behaviour)
+    method.configure_mock(name="double")
+    method.why_not.return_value = behaviour.get("why_not_text")
+    plan = EnginePlan(model="tiny", device="cpu", methods=(), repeat=3, budget_s=budget_s)
+    stage = mock.Mock(has_gpu=False)
+    runner = running._Runner(plan, stage, mock.Mock(), tell=lambda text: None, begin_s=0.0)
+    with mock.patch("time.monotonic", side_effect=itertools.count().__next__):
+        return runner.row(method), method
+
+
+def test_a_row_is_warmed_up_timed_and_closed() -> None:
+    row, method = measured()
+
+    assert (row.outcome, len(row.warm_up_s), len(row.seconds)) == (Outcome.MEASURED, 2, 3)
+    method.close.assert_called_once_with()
+
+
+def test_a_row_that_fails_has_its_error_and_is_closed() -> None:
+    row, method = measured(run=mock.Mock(side_effect=RuntimeError("no")))
+
+    assert (row.outcome, row.text, row.median_s) == (Outcome.FAILED, "RuntimeError: no", None)
+    method.close.assert_called_once_with()
+
+
+def test_a_row_that_cannot_be_says_why() -> None:
+    row, method = measured(why_not_text="no GPU")
+
+    assert (row.outcome, row.text) == (Outcome.IMPOSSIBLE, "no GPU")
+    method.prepare.assert_not_called()
+
+
+def test_when_time_is_over_nothing_more_is_begun_and_a_row_keeps_what_it_has() -> None:
+    # Before the row, before each of its two runs to warm up, and before each of three.
+    outcomes = [measured(budget_s=budget_s - 0.5)[0] for budget_s in (0, 2, 4, 9)]
+
+    assert [row.outcome for row in outcomes] == [
+        *(Outcome.SKIPPED, Outcome.SKIPPED, Outcome.MEASURED, Outcome.MEASURED)
+    ]
+    assert [len(row.seconds) for row in outcomes] == [0, 0, 1, 3]
+    assert [bool(row.text) for row in outcomes] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def measure(plan: Plan, *, tell: Tell) -> Measured:
     settings: dict[str, Any] = {
         "slot_size": plan.slot_size,
         "num_slots": plan.num_slots,
-        "transport": plan.transport,
+        # Else as the environment says.
+        "transport": None if plan.transport == "auto" else plan.transport,
     }
     Settings.from_env(**settings)
     if plan.repeat < 1 or plan.num_threads < 1:
