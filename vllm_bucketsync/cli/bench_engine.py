@@ -122,7 +122,7 @@ def table(found: dict[str, Any]) -> Table:
         f"{found['num_tensors']} tensors, on {found['plan']['device']}",
     )
     for heading in _HEADINGS:
-        made.add_column(heading, justify="right" if heading else "left")
+        made.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
     for row in found["rows"]:
         made.add_row(row["name"], *_numbers(row))
     return made
@@ -149,8 +149,8 @@ def _numbers(row: dict[str, Any]) -> list[str]:
         return [""] * (len(_HEADINGS) - 1)
     ratios = [row["times_floor"], row["times_vllm_ipc"]]
     return [
-        f"{1000 * row['median_s']:.1f}",
-        f"{1000 * row['best_s']:.1f}",
+        f"{1000 * row['median_s']:.2f}",
+        f"{1000 * row['best_s']:.2f}",
         f"{1000 * row['warm_up_s'][0]:.1f}" if row["warm_up_s"] else "",
         f"{row['gb_per_s']:.2f}",
         *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),

@@ -188,5 +188,5 @@ def _line(row: Row) -> str:
     if row.median_s is None:
         return f"{row.name}: {row.outcome}: {row.text}"
     first = f", first {1000 * row.warm_up_s[0]:.1f} ms" if row.warm_up_s else ""
-    times = f"median {1000 * row.median_s:.1f} ms of {len(row.seconds)}{first}"
+    times = f"median {1000 * row.median_s:.2f} ms of {len(row.seconds)}{first}"
     return f"{row.name}: {times}{'; ' if row.text else ''}{row.text}"
