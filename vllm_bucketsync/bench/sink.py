@@ -49,6 +49,8 @@ class ModelSink:
             if bucket.is_kept:
                 bucket.prepared = prepared
         prepared.run()
+        if self._model.is_cuda:
+            torch.cuda.current_stream(self._model.device).synchronize()
 
     def _place(self, piece: Piece) -> torch.Tensor:
         start = self._starts[piece.index] + piece.first_byte
