@@ -433,6 +433,20 @@ def test_a_plan_is_dropped_by_an_update_that_was_aborted(plain: World) -> None:
 
 
 @pytest.mark.parametrize("world", ["llama"], indirect=True)
+def test_a_vllm_without_the_parts_that_plans_need_loads_through_its_loaders(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compat.can_plan()
+    monkeypatch.setattr(compat, "_NEEDED_TO_PLAN", ("restore_layer_on_meta", "no such part"))
+
+    report = push(world.sink(), world.tensors(1))
+
+    assert not compat.can_plan()
+    assert (report.split.num_direct, report.split.num_processed) == (0, 0)
+    world.holds(1)
+
+
+@pytest.mark.parametrize("world", ["llama"], indirect=True)
 def test_a_source_that_reaches_two_modules_goes_through_the_loaders(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
