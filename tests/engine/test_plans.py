@@ -16,7 +16,7 @@ import torch  # isort: skip
 from vllm.model_executor.layers import utils as layer_utils
 
 from vllm_bucketsync.config import PlanMode
-from vllm_bucketsync.errors import EngineState, LoadError, PlanError
+from vllm_bucketsync.errors import DuplicateTensorError, EngineState, LoadError, PlanError
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.worker import compat, layerwise, replay, sleeps, weights
 from vllm_bucketsync.worker.dryrun import dry_run
@@ -433,6 +433,20 @@ def test_a_plan_is_dropped_by_an_update_that_was_aborted(plain: World) -> None:
 
 
 @pytest.mark.parametrize("world", ["llama"], indirect=True)
+def test_a_vllm_without_the_parts_that_plans_need_loads_through_its_loaders(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compat.can_plan()
+    monkeypatch.setattr(compat, "_NEEDED_TO_PLAN", ("restore_layer_on_meta", "no such part"))
+
+    report = push(world.sink(), world.tensors(1))
+
+    assert not compat.can_plan()
+    assert (report.split.num_direct, report.split.num_processed) == (0, 0)
+    world.holds(1)
+
+
+@pytest.mark.parametrize("world", ["llama"], indirect=True)
 def test_a_source_that_reaches_two_modules_goes_through_the_loaders(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,3 +472,30 @@ def test_a_source_that_reaches_two_modules_goes_through_the_loaders(
     push(world.sink(), {**tensors, pair[1]: tensors[pair[0]]}, slot_size_bytes=512)
     with pytest.raises(LoadError):
         push(world.sink(), tensors)
+
+
+@pytest.mark.parametrize("world", ["glm4_moe"], indirect=True)
+def test_what_came_by_plan_is_neither_missed_nor_taken_twice(world: World) -> None:
+    memory = WeightMemory()
+    push(world.sink(memory=memory), world.tensors(0))
+    items = sorted(world.tensors(1).items(), key=lambda item: item[0] == "lm_head.weight")
+    left_at = len(items) - 1
+    assert any("e_score_correction_bias" in name for name, _ in items[:left_at])
+
+    for repeated in (False, True):
+        sink = world.sink(memory=memory, is_promise=False)
+        sink.open(Manifest(metas_of(items)))
+        load_all(sink, items[:left_at], slot_size_bytes=20_224)
+        sink.deviate(left_at)
+        rest = [items[0], *items[left_at:]] if repeated else items[left_at:]
+        if repeated:
+            with pytest.raises(DuplicateTensorError, match="comes twice"):
+                load_all(sink, rest, slot_size_bytes=20_224, first=left_at)
+            assert sink.abort() is EngineState.TORN
+        else:
+            load_all(sink, rest, slot_size_bytes=20_224, first=left_at)
+            sink.prepare()
+            sink.commit()
+            world.holds(1)
+    push(world.sink(), world.tensors(0))
+    world.holds(0)

@@ -22,6 +22,16 @@ from ..errors import UnsupportedError
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
 
 
+# What plans are made and run with besides; without it, everything goes through the loaders.
+_NEEDED_TO_PLAN = ("get_layerwise_info", "restore_layer_on_meta", "materialize_layer")
+
+
+def can_plan() -> bool:
+    """Whether this vLLM and this torch have what plans need."""
+    has_parts = all(hasattr(layerwise, name) for name in _NEEDED_TO_PLAN)
+    return has_parts and hasattr(torch._C, "_storage_Use_Count")
+
+
 def check_layerwise_reload() -> None:
     """Confirm that this vLLM's layerwise reload has the parts that are driven here.
 

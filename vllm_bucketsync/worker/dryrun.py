@@ -67,6 +67,8 @@ def dry_run(worker: Any, manifest: Manifest, *, partial: Sequence[str] = ()) -> 
             result = run.result()
         finally:
             put_back(model)
+    if not compat.can_plan():
+        return result
     # Now only: until here, vLLM keeps what its loaders were given.
     impure = result.record.impure | run.retained()
     record = replace(result.record, impure=impure)
