@@ -355,7 +355,7 @@ class Sender:
                 f"there is no other transport to fall back to"
             )
         failed = self.choices.pop(0)
-        self.choices[0] = self.choice.after(failed.name, reason)
+        self.choices[0] = self.choice.after(failed, reason)
         self.slots.note_failure(failed.name, self._hellos(), reason)
         logger.warning("falling back to %s: %s", self.choice.kind, self.choice.reason)
 

@@ -10,6 +10,7 @@ import torch
 from .config import Settings
 from .copies import Places
 from .errors import RegionError
+from .handles import Handle
 from .layout import (
     MAX_ENTRIES,
     NOT_PLACED,
@@ -19,7 +20,7 @@ from .layout import (
     aligned,
     packed,
 )
-from .messages import Handle, Hello, Region
+from .messages import Hello, Region
 from .tensors import byte_view
 from .transport.base import OwnedRegion
 from .transport.cuda_blocks import ExportedBlocks
@@ -240,8 +241,8 @@ class Slots:
         """Return the choices that may work: what failed with these workers is not retried."""
         workers, left = _instances(hellos), list(choices)
         while len(left) > 1 and (left[0].name, workers) in self._failures:
-            failed = left.pop(0).name
-            left[0] = left[0].after(failed, self._failures[failed, workers])
+            failed = left.pop(0)
+            left[0] = left[0].after(failed, self._failures[failed.name, workers])
         return left
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:

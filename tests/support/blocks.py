@@ -16,7 +16,8 @@ import torch
 
 from vllm_bucketsync import receiver, sender, slots
 from vllm_bucketsync.errors import RegionError
-from vllm_bucketsync.messages import CudaBlocksHandle, Hello
+from vllm_bucketsync.handles import CudaBlocksHandle
+from vllm_bucketsync.messages import Hello
 from vllm_bucketsync.transport import cuda_blocks, registry
 from vllm_bucketsync.transport.registry import Choice, Wish
 

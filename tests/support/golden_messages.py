@@ -7,7 +7,7 @@ Recorded once, never computed: whoever changes the wire changes ``PROTOCOL_VERSI
 
 from __future__ import annotations
 
-from vllm_bucketsync import messages
+from vllm_bucketsync import handles, messages
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import BucketLayout, Entry, TensorMeta
 from vllm_bucketsync.messages import Message
@@ -33,8 +33,8 @@ GOLDEN: list[tuple[Message, str]] = [
         messages.Open(
             update_id="u", version="7", kind="weights", transport="shm",
             handles=(
-                messages.ShmHandle(id="r", path="/dev/shm/x", num_bytes=1024, canary=b"c" * 32),
-                messages.InprocHandle(id="q", num_bytes=512),
+                handles.ShmHandle(id="r", path="/dev/shm/x", num_bytes=1024, canary=b"c" * 32),
+                handles.InprocHandle(id="q", num_bytes=512),
             ),
             regions=(messages.Region(0, 0, 512), messages.Region(0, 512, 512)),
             layout=BucketLayout(512, 3), manifest="m", num_metas=2, is_declared=True,
@@ -68,9 +68,9 @@ GOLDEN: list[tuple[Message, str]] = [
         messages.Open(
             update_id="u", version="7", kind="weights", transport="cuda_ipc",
             handles=(
-                messages.CudaIpcHandle(
+                handles.CudaIpcHandle(
                     id="r", boot_id="b", device_uuid="GPU-1", num_bytes=512, memory=b"m" * 64,
-                    lease=messages.ShmHandle(id="r", path="/x", num_bytes=256, canary=b"c" * 32),
+                    lease=handles.ShmHandle(id="r", path="/x", num_bytes=256, canary=b"c" * 32),
                     events=(b"d" * 64, b"e" * 64),
                 ),
             ),

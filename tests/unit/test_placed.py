@@ -10,6 +10,7 @@ from support.golden import OPEN
 
 from vllm_bucketsync.arrivals import Arrivals
 from vllm_bucketsync.errors import RemoteProtocolError
+from vllm_bucketsync.handles import CudaBlock, CudaBlocksHandle, ShmHandle
 from vllm_bucketsync.layout import (
     NOT_PLACED,
     BucketLayout,
@@ -19,15 +20,7 @@ from vllm_bucketsync.layout import (
     TensorMeta,
     packed,
 )
-from vllm_bucketsync.messages import (
-    Batch,
-    CudaBlock,
-    CudaBlocksHandle,
-    Open,
-    ShmHandle,
-    decode_command,
-    encode,
-)
+from vllm_bucketsync.messages import Batch, Open, decode_command, encode
 
 LAYOUT = BucketLayout(512)
 LEASE = ShmHandle(id="r", path="/r.seg", num_bytes=256, canary=bytes(32))

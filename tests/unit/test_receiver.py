@@ -32,6 +32,7 @@ from support.stepping import (
 from support.thread_engine import KeepingSink
 
 from vllm_bucketsync.errors import EngineState, LoadError, RegionError, RemoteProtocolError
+from vllm_bucketsync.handles import InprocHandle, ShmHandle
 from vllm_bucketsync.layout import BucketLayout, Entry, Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     Abort,
@@ -45,14 +46,12 @@ from vllm_bucketsync.messages import (
     Error,
     Fallback,
     Finish,
-    InprocHandle,
     Metas,
     Open,
     Prepared,
     Ready,
     Region,
     Reply,
-    ShmHandle,
     decode_command,
     encode,
 )

@@ -26,6 +26,7 @@ from vllm_bucketsync.errors import (
     TransportError,
     UnsupportedError,
 )
+from vllm_bucketsync.handles import Handle, InprocHandle
 from vllm_bucketsync.layout import Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     MAX_METAS,
@@ -39,9 +40,7 @@ from vllm_bucketsync.messages import (
     Error,
     Fallback,
     Finish,
-    Handle,
     Hello,
-    InprocHandle,
     Metas,
     Open,
     Prepared,

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from vllm_bucketsync.errors import BucketSyncError
+from vllm_bucketsync.handles import Handle
 from vllm_bucketsync.layout import ALIGNMENT_BYTES
-from vllm_bucketsync.messages import Handle
 
 # A region of real memory begins with a page that says which region it is.
 HEADER_BYTES = 4096

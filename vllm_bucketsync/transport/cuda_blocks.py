@@ -25,9 +25,9 @@ from ..errors import (
     RemoteProtocolError,
     UnsupportedError,
 )
+from ..handles import CudaBlock, CudaBlocksHandle
 from ..identity import HOST
 from ..layout import ALIGNMENT_BYTES, NOT_PLACED
-from ..messages import CudaBlock, CudaBlocksHandle
 from . import cuda_runtime
 from .device_memory import DeviceMemory
 from .devices import index_of, uuid_of

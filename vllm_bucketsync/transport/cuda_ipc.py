@@ -31,9 +31,9 @@ from ..errors import (
     RemoteProtocolError,
     UnsupportedError,
 )
+from ..handles import CudaIpcHandle
 from ..identity import HOST
 from ..layout import ALIGNMENT_BYTES
-from ..messages import CudaIpcHandle
 from . import parked
 from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
 from .device_memory import DeviceMemory
@@ -169,11 +169,15 @@ class CudaRegion:
         """Give the memory up: at once, or as soon as no worker has it mapped. Idempotent."""
         if self.data is None:
             return
-        torch.cuda.current_stream(self._device()).synchronize()
-        self.data = self._stream = None
-        self._events = ()
-        self._lease.close()
-        parked.free_unused()
+        stream = self._stream or torch.cuda.current_stream(self._device())
+        try:
+            stream.synchronize()
+        finally:
+            # Also where the device is past help: nothing may be left on the host.
+            self.data = self._stream = None
+            self._events = ()
+            self._lease.close()
+            parked.free_unused()
 
     def _device(self) -> torch.device:
         if self.data is None:
@@ -226,10 +230,9 @@ class OpenedCuda:
                 f"within one host only"
             )
         lease = OpenedShm.open(handle.lease)
-        here = f"{device} ({uuid_of(device)})"
         memory: DeviceMemory | None = None
         try:
-            with _as_region_errors(f"memory of GPU {handle.device_uuid} on {here}"):
+            with _as_region_errors(f"memory of GPU {handle.device_uuid} on {device}"):
                 memory = DeviceMemory.open_exported(
                     handle.memory,
                     HEADER_BYTES + handle.num_bytes,

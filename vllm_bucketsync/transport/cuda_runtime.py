@@ -19,7 +19,6 @@ from typing import Any
 from ..errors import RegionError
 from .cuda_library import LoadedDriver, LoadedRuntime
 
-HANDLE_BYTES = 64
 _OUT_OF_MEMORY = 2
 _PORTABLE = 1
 _LAZY_PEER_ACCESS = 1

@@ -81,6 +81,11 @@ class DeviceMemory:
             raise
         memory = cls(address, num_bytes, device=device)
         memory._ends_with(finalize(memory._holder, _unmap, hold, address, device.index))
+        try:
+            _check_length(address, num_bytes)
+        except BaseException:
+            memory.give_up()
+            raise
         return memory
 
     @property
@@ -121,6 +126,12 @@ class _Holder:
             "data": (address, False),
             "version": 3,
         }
+
+
+def _check_length(address: int, num_bytes: int) -> None:
+    base, size = cuda_runtime.allocation_of(address)
+    if address + num_bytes > base + size:
+        raise RegionError(f"{num_bytes} bytes of device memory were offered, and there are {size}")
 
 
 def _unmap(hold: Watch | None, address: int, device: int) -> None:

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError, RemoteProtocolError
-from vllm_bucketsync.messages import InprocHandle
+from vllm_bucketsync.handles import InprocHandle
 
 from .base import check_bounds
 

@@ -14,9 +14,10 @@ import torch
 
 from ..config import Settings
 from ..errors import ConfigError, UnsupportedError
+from ..handles import CudaBlocksHandle, CudaIpcHandle, Handle, InprocHandle, ShmHandle
 from ..layout import BucketLayout
-from ..messages import CudaBlocksHandle, CudaIpcHandle, Handle, Hello, InprocHandle, ShmHandle
-from ..probe import TransportProbe, own_probe
+from ..messages import Hello
+from ..probe import TransportProbe, machine_probe, own_probe
 from . import cuda_blocks, cuda_ipc, inproc, parked, shm
 from .base import OpenedRegion, OwnedRegion
 
@@ -33,20 +34,23 @@ class Choice:
         kind: Its name.
         reason: For people.
         is_zero_copy: Tensors are read where they lie, as far as they can be.
+        failures: What failed before it; a part of ``reason``.
     """
 
     kind: str
     reason: str
     is_zero_copy: bool = False
+    failures: str = ""
 
     @property
     def name(self) -> str:
         """What messages call it."""
         return f"zero-copy {self.kind}" if self.is_zero_copy else self.kind
 
-    def after(self, failed: str, reason: str) -> Self:
-        """Return this choice as the one that is left after ``failed`` failed."""
-        return replace(self, reason=f"{failed} failed ({reason}); {self.reason}")
+    def after(self, failed: Choice, reason: str) -> Self:
+        """Return this choice as the one that is left after another failed."""
+        failures = f"{failed.failures}{failed.name} failed ({reason}); "
+        return replace(self, reason=failures + self.reason, failures=failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +206,7 @@ def reclaim() -> int:
 def _why_not_cuda_ipc(wish: Wish, hellos: Sequence[Hello]) -> str | None:
     """Say why CUDA IPC cannot carry an update, or ``None`` if only trying can tell."""
     is_forced = wish.transport == "cuda_ipc"
-    probe = own_probe()
+    probe = machine_probe()
     if probe.kind != "cuda_ipc":
         return f"here in the trainer, {probe.reason}"
     for hello in hellos:

@@ -30,7 +30,7 @@ import torch
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError, RemoteProtocolError
-from vllm_bucketsync.messages import ShmHandle
+from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.rundir import (
     SEGMENT_SUFFIX,
     Watch,
@@ -174,11 +174,16 @@ class ShmRegion:
         if self._fd is None:
             return
         self.unlink()
-        if self._copies is not None:
-            self._copies.close()
+        try:
+            if self._copies is not None:
+                self._copies.close()
+        finally:
+            self._give_up(self._fd)
+
+    def _give_up(self, fd: int) -> None:
         # The mapping holds a copy of the descriptor, and somebody may hold the mapping.
-        unlock(self._fd)
-        os.close(self._fd)
+        unlock(fd)
+        os.close(fd)
         self._fd = self._data = self._copies = None
         remove_dir_if_empty(self._directory)
 
