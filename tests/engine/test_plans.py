@@ -109,6 +109,31 @@ def test_a_warm_direct_update_asks_nothing_of_vllm_and_casts_as_it_does(
     push(plain.sink(), plain.tensors(0))
 
 
+@pytest.mark.parametrize("world", ["qwen3", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("slot_size_bytes", [512, 1 << 23])
+def test_the_scratch_of_one_module_lives_at_a_time(
+    world: World, slot_size_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, most = [0], [0]
+    scratch_of, process = layerwise.scratch_of, layerwise.process
+
+    def made(module: torch.nn.Module) -> Any:
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        return scratch_of(module)
+
+    def done(module: torch.nn.Module, scratch: Any) -> None:
+        process(module, scratch)
+        alive[0] -= 1
+
+    monkeypatch.setattr(layerwise, "scratch_of", made)
+    monkeypatch.setattr(layerwise, "process", done)
+    push(world.sink(), world.tensors(1), slot_size_bytes=slot_size_bytes)
+
+    assert (alive, most) == ([0], [1])
+    world.holds(1)
+
+
 @every_kind
 def test_plans_can_be_turned_off_and_can_be_checked(world: World) -> None:
     memory = WeightMemory()
