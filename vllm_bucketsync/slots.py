@@ -279,10 +279,11 @@ class Slots:
         return self.unplace()
 
     def _release_region(self) -> None:
-        if self._region is not None:
-            self._region.close()
-        self._region = self._kind = None
+        # First what views it: the memory goes with its last view.
         self._places, self._placed_for, self._placed_in = {}, None, None
+        region, self._region, self._kind = self._region, None, None
+        if region is not None:
+            region.close()
 
 
 def _instances(hellos: Sequence[Hello]) -> frozenset[str]:
