@@ -65,7 +65,7 @@ class Peaks:
     count at both ends, since both map them; they exist once.
 
     Attributes:
-        slots_bytes: All slots.
+        slots_bytes: All slots that are in the host's memory.
         largest_tensor_bytes: The largest tensor: what ``DiscardSink`` may take.
         trainer_bytes: The trainer's rise, slots included; ``None`` where the kernel does
             not let a process count its peak anew.

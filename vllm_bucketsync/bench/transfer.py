@@ -96,6 +96,8 @@ def _measure(
             reports.append(sync.push(tensors, version=f"{target}-{number}"))
     (status,) = sync.status()
     (worker_peak_bytes,) = worker.call(PEAK, worker_begin_bytes)
+    # Peaks are of the host's memory.
+    are_on_host = first.transport != "cuda_ipc"
     # The region is the slots, and at most a header that is smaller than one.
     num_slots = status["region_bytes"] // first.slot_size_bytes
     return Measured(
@@ -105,7 +107,7 @@ def _measure(
         floors={name: tuple(found) for name, found in seconds.items()},
         num_slots=num_slots,
         peaks=Peaks(
-            slots_bytes=num_slots * first.slot_size_bytes,
+            slots_bytes=num_slots * first.slot_size_bytes if are_on_host else 0,
             largest_tensor_bytes=max(tensor.nbytes for tensor in tensors.values()),
             trainer_bytes=peak_since(begin_bytes),
             worker_bytes=worker_peak_bytes,

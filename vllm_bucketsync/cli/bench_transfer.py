@@ -134,7 +134,7 @@ def _setup_table(measured: Measured) -> Table:
     )
     table.add_row("load average", f"{machine['load_average']:.1f}")
     table.add_row("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
-    table.add_row("slots, bytes", f"{peaks['slots_bytes']:,}")
+    table.add_row("slots on the host, bytes", f"{peaks['slots_bytes']:,}")
     for end in ("trainer", "worker"):
         rise = peaks[f"{end}_beyond_slots_bytes"]
         table.add_row(
