@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+
 from .clients.base import PauseMode, UpdateAnswer, UpdateRequest, without_method
 from .config import Settings
 from .errors import BucketSyncError, EngineUnreachableError, RemoteError, from_wire
-from .messages import PROTOCOL_VERSION
+from .messages import PROTOCOL_VERSION, AdapterSpec
 from .sender import Sender
 
 T = TypeVar("T")
@@ -88,6 +90,7 @@ class Asking:
             pause=self.pause,
             resume_torn=self.resume_torn,
             timeout_s=settings.connect_timeout_s,
+            adapter=_named(sender.update.adapter),
         )
 
 
@@ -115,6 +118,11 @@ def early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseE
         f"the engine's call returned before the update ended: {results!r}; it has fewer workers "
         f"than were expected, or another update runs there"
     )
+
+
+def _named(adapter: AdapterSpec | None) -> AdapterSpec | None:
+    """Return what a server has to know of an adapter: all but its config."""
+    return None if adapter is None else msgspec.structs.replace(adapter, config="")
 
 
 def _later(timeout_s: float) -> float:

@@ -14,13 +14,15 @@ import functools
 import logging
 import time
 from argparse import Namespace
-from typing import Annotated, Any
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
+from .adapters import is_ours
 from .clients import online
 from .clients.base import (
     RELEASE_METHOD,
@@ -31,14 +33,21 @@ from .clients.base import (
     UpdateRequest,
     verdict,
 )
-from .errors import ChannelTimeoutError, EngineState
-from .messages import MAX_VERSION_CHARS, PROTOCOL_VERSION
-from .serve import Offer
+from .errors import AdapterError, ChannelTimeoutError, EngineState, to_wire
+from .messages import (
+    MAX_ADAPTER_NAME_CHARS,
+    MAX_VERSION_CHARS,
+    PROTOCOL_VERSION,
+    AdapterSpec,
+)
+from .serve import Offer, Seconds
 
 logger = logging.getLogger(__name__)
 
 # An offer is a few hundred bytes.
 MAX_BODY_BYTES = 64 * 1024
+
+T = TypeVar("T")
 
 router = APIRouter(prefix="/v1/bucketsync", tags=["bucketsync"])
 
@@ -50,6 +59,14 @@ class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
     pause: PauseMode | None = PauseMode.WAIT
     resume_torn: bool = False
+    adapter: AdapterSpec | None = None
+
+
+class _Remove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that is to be forgotten, once the requests that run have ended."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER_NAME_CHARS)]
+    timeout_s: Seconds = 60.0
 
 
 class _Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +92,7 @@ class Endpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the engine for the routes; called once before the server listens."""
-        state.bucketsync = _State(engine_client)
+        state.bucketsync = _State(engine_client, getattr(state, "openai_serving_models", None))
 
 
 class _State:
@@ -86,13 +103,15 @@ class _State:
         metrics: On the server's own ``/metrics``.
         pause: Whether the engine is paused because an update left it so.
         running: The update that runs, if there is one; nobody may be waiting for it.
+        models: vLLM's ``OpenAIServingModels``: the names that requests can have.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, models: Any = None) -> None:
         self.engine = engine
+        self.models = models
         self.metrics = _metrics()
         self.pause = OwnPause()
-        self.running: set[asyncio.Task[UpdateAnswer]] = set()
+        self.running: set[asyncio.Task[Any]] = set()
 
 
 class _Metrics:
@@ -117,7 +136,7 @@ class _Metrics:
             multiprocess_mode="mostrecent",
         )
 
-    def note(self, results: list[dict[str, Any]], *, version: str, seconds: float) -> None:
+    def note(self, results: list[dict[str, Any]], *, version: str | None, seconds: float) -> None:
         """Take note of an update's outcome, as the workers returned it."""
         self.seconds.observe(seconds)
         is_good = verdict(results) is EngineState.COMMITTED
@@ -125,8 +144,8 @@ class _Metrics:
         if is_good:
             self.bytes.inc(results[0]["num_bytes"])
             self.tensors.inc(results[0]["num_tensors"])
-            with contextlib.suppress(ValueError):
-                self.version.set(float(version))
+            with contextlib.suppress(ValueError, TypeError):
+                self.version.set(float(version))  # type: ignore[arg-type]
         self.torn.set(
             any(
                 one.get("is_torn") or one.get("state") == EngineState.TORN
@@ -174,20 +193,84 @@ async def update(request: Request) -> dict[str, Any]:
     state = _state(request)
     body = await _body(request, _Update)
     _require_extension(state)
+    if body.adapter is not None:
+        _refuse_name(state, body.adapter)
+    answer = await _seen_through(state, _run(state, body))
+    return {"results": answer.results, "drops_caches": answer.drops_caches}
+
+
+@router.post("/remove_lora")
+async def remove_lora(request: Request) -> dict[str, Any]:
+    """Forget an adapter: its name at once, the rest when the requests that run have ended."""
+    state = _state(request)
+    body = await _body(request, _Remove)
+    _require_extension(state)
+    return {"results": await _seen_through(state, _remove(state, body))}
+
+
+async def _seen_through(state: _State, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` comes to. It goes on to its end if whoever asked has gone."""
     if state.running:
+        work.close()
         raise HTTPException(409, "another update runs on this server; wait for its end")
-    running = asyncio.create_task(_run(state, body))
+    running = asyncio.create_task(work)
     state.running.add(running)
     running.add_done_callback(state.running.discard)
     try:
-        answer = await asyncio.shield(running)
+        return await asyncio.shield(running)
     except ChannelTimeoutError as error:
         raise HTTPException(504, str(error)) from error
     # Whatever vLLM raised: a bare 500 would not tell the trainer why.
     except Exception as error:
         text = f"the engine's call failed: {type(error).__name__}: {error}"
         raise HTTPException(502, text) from error
-    return {"results": answer.results, "drops_caches": answer.drops_caches}
+
+
+def _refuse_name(state: _State, adapter: AdapterSpec) -> None:
+    """Refuse an adapter whose name requests could not have, before workers are asked."""
+    text = None
+    if state.models is None or not hasattr(state.models, "lora_requests"):
+        text = "this server keeps no names of adapters"
+    elif state.models.is_base_model(adapter.name):
+        text = "this server's base model has that name"
+    else:
+        other = state.models.lora_requests.get(adapter.name)
+        if other is not None and not is_ours(other.lora_path):
+            text = f"this server has that name for the adapter in {other.lora_path!r}"
+    if text is not None:
+        error = AdapterError(
+            f"adapter {adapter.name!r} cannot be served: {text}; nothing was changed; give it "
+            f"another name",
+            adapter=adapter.name,
+        )
+        code, message, details = to_wire(error)
+        raise HTTPException(422, {"code": code, "message": message, "details": details})
+
+
+def _register(state: _State, adapter: AdapterSpec) -> None:
+    """Let requests have an adapter's name: every rank of every replica has it now."""
+    from vllm.lora.request import LoRARequest
+
+    state.models.lora_requests[adapter.name] = LoRARequest(
+        lora_name=adapter.name,
+        lora_int_id=adapter.lora_int_id,
+        lora_path=adapter.lora_path,
+    )
+
+
+async def _remove(state: _State, body: _Remove) -> list[Any]:
+    """Take the name away first, so that no new request comes for it."""
+    names = {} if state.models is None else state.models.lora_requests
+    known = names.get(body.name)
+    is_known = known is not None and is_ours(known.lora_path)
+    if is_known:
+        del names[body.name]
+    try:
+        return await online.remove_adapter(state.engine, body.name, timeout_s=body.timeout_s)
+    except ChannelTimeoutError:
+        if is_known:
+            names[body.name] = known
+        raise
 
 
 async def _run(state: _State, body: _Update) -> UpdateAnswer:
@@ -198,6 +281,7 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
         pause=body.pause,
         resume_torn=body.resume_torn,
         timeout_s=body.offer.connect_timeout_s,
+        adapter=body.adapter,
     )
     try:
         answer = await online.update(state.engine, request, pause=state.pause)
@@ -207,7 +291,9 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
         raise
     if body.pause is not None:
         seconds = time.monotonic() - begin_s
-        state.metrics.note(answer.results, version=body.version, seconds=seconds)
+        state.metrics.note(answer.results, version=request.weight_version, seconds=seconds)
+        if body.adapter is not None and verdict(answer.results) is EngineState.COMMITTED:
+            _register(state, body.adapter)
     return answer
 
 

@@ -243,7 +243,7 @@ class Receiver:
         _, sink = self._running()
         report = sink.commit()
         self.state = EngineState.COMMITTED
-        if not opened.partial:
+        if opened.kind == "weights" and not opened.partial:
             self._memory.is_torn = False
         return Done(
             cloned_bytes=report.cloned_bytes,
@@ -293,4 +293,5 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.manifest,
         opened.is_declared,
         opened.partial,
+        opened.adapter,
     )

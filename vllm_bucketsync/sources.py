@@ -31,7 +31,7 @@ from .tensors import (
     meta_of,
 )
 
-__all__ = ["Source", "byte_view", "meta_of", "open_source"]
+__all__ = ["Source", "byte_view", "declare", "meta_of", "open_source"]
 
 Rename = Callable[[str], str]
 _Table = Mapping[str, torch.Tensor | None]
@@ -110,7 +110,7 @@ def _open_module(module: nn.Module, names: Names) -> Source:
             metas.append(describe(names.take(name), tensor, is_buffer=is_buffer))
             places.append((table, leaf))
     # Looked up anew: a trainer may replace a parameter after it was declared.
-    return _declare(metas, lambda: (table.get(leaf) for table, leaf in places), what="module")
+    return declare(metas, lambda: (table.get(leaf) for table, leaf in places), what="module")
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, _Table, str, bool]]:
@@ -129,13 +129,13 @@ def _open_mapping(given: Mapping[object, object], names: Names) -> Source:
     keys = list(given)
     metas = [meta_of(names.take(key), given[key]) for key in keys]
     # A lazy mapping would otherwise hold all of its tensors at once.
-    return _declare(metas, lambda: (given.get(key) for key in keys), what="mapping")
+    return declare(metas, lambda: (given.get(key) for key in keys), what="mapping")
 
 
 def _open_pairs(given: list[object], names: Names) -> Source:
     pairs = [_pair(item, position) for position, item in enumerate(given)]
     metas = [meta_of(names.take(name), tensor) for name, tensor in pairs]
-    return _declare(metas, lambda: (tensor for _, tensor in pairs), what="list")
+    return declare(metas, lambda: (tensor for _, tensor in pairs), what="list")
 
 
 def _open_checkpoint(path: Path, names: Names) -> Source:
@@ -149,12 +149,20 @@ def _open_checkpoint(path: Path, names: Names) -> Source:
         )
         for item in stored
     ]
-    return _declare(metas, lambda: read_tensors(stored), what=f"checkpoint {path}")
+    return declare(metas, lambda: read_tensors(stored), what=f"checkpoint {path}")
 
 
-def _declare(
-    metas: list[TensorMeta], fetch: Callable[[], Iterator[object]], *, what: str
-) -> Source:
+def declare(metas: list[TensorMeta], fetch: Callable[[], Iterator[object]], *, what: str) -> Source:
+    """Return a declared source.
+
+    Args:
+        metas: What will come, in order.
+        fetch: Called when the first tensor is asked for; yields one for each meta.
+        what: What was given, for a message.
+
+    Raises:
+        SourceError: It holds no tensors.
+    """
     if not metas:
         raise SourceError(f"the {what} holds no tensors; nothing was sent")
     return Source(declared=Manifest(metas), tensors=_fetch_declared(metas, fetch))

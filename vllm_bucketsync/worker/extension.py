@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import serve
 from ..errors import UnsupportedError
+from . import sleeps
+from .lora.shelf import find_shelf
+from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
 
 if TYPE_CHECKING:
@@ -35,12 +38,15 @@ class WorkerExtension:
     def _bucketsync_worker(self) -> serve.Worker:
         worker: Any = self
         memory = WeightMemory()
+        watched = sleeps.watch(worker)
 
         def make_sink(opened: Open) -> Sink:
+            if opened.kind == "adapter":
+                return AdapterSink(worker, opened, sleeps=watched)
             if opened.kind != "weights":
                 raise UnsupportedError(
-                    f"this engine takes no {opened.kind!r}; it takes 'weights'; install the "
-                    f"same version of vllm_bucketsync on both sides"
+                    f"this engine takes no {opened.kind!r}; it takes 'weights' and 'adapter'; "
+                    f"install the same version of vllm_bucketsync on both sides"
                 )
             return WeightSink(
                 worker,
@@ -70,9 +76,47 @@ class WorkerExtension:
         """
         return self._bucketsync_answer(lambda worker: serve.update(worker, offer))
 
+    def update_lora_from_bucket(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """Take over an adapter from the sender that ``offer`` names.
+
+        Swapped in one step, at the end. Until then, and after any failure, the old one
+        serves.
+
+        Args:
+            offer: See ``serve.Offer``.
+
+        Returns:
+            See ``update_weights_from_bucket``.
+        """
+        return self._bucketsync_answer(lambda worker: serve.update(worker, offer))
+
+    def bucketsync_remove_lora(self, name: str) -> dict[str, Any]:
+        """Forget an adapter that was pushed.
+
+        Returns:
+            ``rank``, ``dp_index``, ``was_held``, ``error``.
+        """
+
+        def remove(worker: serve.Worker) -> serve.Result:
+            shelf = find_shelf(self)
+            was_held = shelf is not None and shelf.remove(name)
+            return {
+                "rank": worker.rank,
+                "dp_index": worker.dp_index,
+                "was_held": was_held,
+                "error": None,
+            }
+
+        return self._bucketsync_answer(remove)
+
     def bucketsync_status(self) -> dict[str, Any]:
-        """Return what this worker holds: version, torn or not, memory, counts."""
-        return self._bucketsync_answer(serve.status)
+        """Return what this worker holds: version, torn or not, memory, counts, adapters."""
+
+        def status(worker: serve.Worker) -> serve.Result:
+            shelf = find_shelf(self)
+            return serve.status(worker) | {"adapters": [] if shelf is None else shelf.status()}
+
+        return self._bucketsync_answer(status)
 
     def bucketsync_release(self) -> dict[str, Any]:
         """Close the shared memory that is kept between updates."""

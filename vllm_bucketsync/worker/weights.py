@@ -16,7 +16,7 @@ import torch
 from ..errors import EngineState
 from ..layout import Manifest, TensorMeta
 from ..sinks import Piece, SinkReport
-from . import caches, compat, guards, layerwise, problems
+from . import caches, compat, guards, layerwise, problems, sleeps
 from .completeness import Waiver
 from .dryrun import DryRunResult, dry_run
 from .intake import Intake
@@ -138,6 +138,8 @@ class WeightSink:
             intake, reload = self._begun()
             reload.finalise()
             self._notes.extend(caches.drop_caches(self._worker))
+            if not self._partial:
+                sleeps.regain_base(self._worker)
             compat.synchronise(self._worker.device)
         self._reload = None
         skipped = dict(intake.skipped)
