@@ -256,4 +256,3 @@ def find_shelf(worker: Any) -> Shelf | None:
     """Return a worker's shelf, or ``None`` where no adapter was ever pushed."""
     owner = getattr(worker.model_runner, "lora_manager", None)
     return None if owner is None else vars(owner).get(_KEY)
-

@@ -95,23 +95,36 @@ def take_out(manager: Any, lora_int_id: int) -> None:
     vLLM itself only calls the slot free. What is left there is not harmless: on a CPU,
     requests without an adapter are computed with the last slot and the others in a batch.
     """
-    slots = list(manager.lora_index_to_id)
+    slot = _slot_of(manager, lora_int_id)
     manager.remove_adapter(lora_int_id)
-    if lora_int_id in slots:
-        for module in manager.modules.values():
-            module.reset_lora(slots.index(lora_int_id))
     # A batch of the same requests must not miss that slots have changed.
     manager._last_mapping = None
+    if slot is not None:
+        _empty(manager, slot)
 
 
 def _put(manager: Any, model: Any, pins: Pins) -> None:
     number = model.id
-    take_out(manager, number)
+    before = _slot_of(manager, number)
+    manager.remove_adapter(number)
+    manager._last_mapping = None
     while len(manager) + 1 > manager.capacity:
         manager.remove_oldest_adapter()
     manager.add_adapter(model)
     manager.activate_adapter(number)
+    if before is not None and manager.lora_index_to_id[before] is None:
+        _empty(manager, before)
     if pins.is_kept:
         manager._registered_adapters.pin(number)
     if pins.is_active:
         manager._active_adapters.pin(number)
+
+
+def _slot_of(manager: Any, lora_int_id: int) -> int | None:
+    slots = list(manager.lora_index_to_id)
+    return slots.index(lora_int_id) if lora_int_id in slots else None
+
+
+def _empty(manager: Any, slot: int) -> None:
+    for module in manager.modules.values():
+        module.reset_lora(slot)
