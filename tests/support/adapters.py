@@ -14,6 +14,13 @@ from typing import Any
 from support import engines, tiny_models  # isort: skip
 import torch
 from safetensors.torch import save_file
+from support.pushes import push
+
+from vllm_bucketsync.adapters import spec_of
+from vllm_bucketsync.layout import BucketLayout
+from vllm_bucketsync.messages import Open
+from vllm_bucketsync.worker import sleeps
+from vllm_bucketsync.worker.lora.sink import AdapterSink
 
 Outputs = list[list[tuple[int, float]]]
 Tensors = dict[str, torch.Tensor]
@@ -117,3 +124,52 @@ def slot_bytes(llm: Any, lora_int_id: int) -> dict[str, bytes]:
                 for index, tensor in enumerate(tensors):
                     found[f"{name}.{attribute}.{index}"] = engines.tensor_bytes(tensor[slot])
     return found
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
+
+
+def opened(
+    name: str = "policy", *, config: dict[str, Any] | None = None, is_declared: bool = True
+) -> Open:
+    """Return the offer of an adapter."""
+    return Open(
+        update_id="u",
+        version="1",
+        kind="adapter",
+        transport="shm",
+        handles=(),
+        regions=(),
+        layout=BucketLayout(256),
+        is_declared=is_declared,
+        adapter=spec_of(name, version="1", config=json.dumps(config or CONFIG)),
+    )
+
+
+def sink_of(worker: Any, offer: Open | None = None, cls: type = AdapterSink) -> Any:
+    """Return a sink for one update of an adapter."""
+    return cls(worker, offer or opened(), sleeps=sleeps.watch(worker))
+
+
+def tensors_of(seed: int) -> Tensors:
+    """Return the tensors of a PEFT model's adapter, under the names of PEFT's files."""
+    model = peft_model(seed)
+    return {
+        name.replace(".default", ""): tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if "lora_" in name
+    }
+
+
+def request_for(name: str = "policy") -> Any:
+    """Return vLLM's request for an adapter that a sink has put."""
+    from vllm.lora.request import LoRARequest
+
+    spec = spec_of(name, version="1")
+    return LoRARequest(spec.name, spec.lora_int_id, spec.lora_path)
+
+
+def put(llm: Any, tensors: Tensors, **settings: Any) -> Any:
+    """Run one update of an adapter through a bucket that is poisoned after each load."""
+    worker = engines.worker_of(llm)
+    return push(sink_of(worker), tensors, **settings)

@@ -202,12 +202,17 @@ def _raise_unmatched(
 ) -> NoReturn:
     close = difflib.get_close_matches(unmatched[0], places, n=3, cutoff=0.6) if unmatched else []
     near = f"; close to the first {'are' if len(close) > 1 else 'is'} {_listed(close)}"
-    what = "nothing of it" if is_all else "part of it"
+    what = "any of it" if is_all else "part of it"
+    advice = "rename modules with rename=, leave them out, or name them in partial="
+    if any(name.endswith((".experts", ".experts.base_layer")) for name in unmatched):
+        advice = (
+            "its experts are stacked in one tensor: start the engine with "
+            "--enable-mixed-moe-lora-format, or send each expert by itself"
+        )
     raise AdapterModuleError(
         f"adapter {adapter!r} cannot be applied: the engine has no place for {what}: "
-        f"{_listed(unmatched) or 'it holds no tensors'}{near if close else ''}; {_NOTHING}; rename "
-        f"modules with rename=, leave them out, or name them in partial=; an engine started with "
-        f"--lora-target-modules takes no others",
+        f"{_listed(unmatched) or 'it holds no tensors'}{near if close else ''}; {_NOTHING}; "
+        f"{advice}; an engine started with --lora-target-modules takes no others",
         adapter=adapter,
         problems=unmatched[:MAX_NAMED],
         unmatched=unmatched[: 10 * MAX_NAMED],
