@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
@@ -33,7 +34,7 @@ from .clients.base import (
     UpdateRequest,
     verdict,
 )
-from .errors import AdapterError, ChannelTimeoutError, EngineState, to_wire
+from .errors import AdapterError, BucketSyncError, ChannelTimeoutError, EngineState, to_wire
 from .messages import (
     MAX_ADAPTER_NAME_CHARS,
     MAX_VERSION_CHARS,
@@ -185,7 +186,7 @@ async def engine(request: Request) -> dict[str, Any]:
 
 
 @router.post("/update")
-async def update(request: Request) -> dict[str, Any]:
+async def update(request: Request) -> Any:
     """Run one update: pause, every worker, caches, version, resume.
 
     Seen through to its end even if whoever asked has gone.
@@ -193,8 +194,9 @@ async def update(request: Request) -> dict[str, Any]:
     state = _state(request)
     body = await _body(request, _Update)
     _require_extension(state)
-    if body.adapter is not None:
-        _refuse_name(state, body.adapter)
+    refusal = None if body.adapter is None else _refusal_of_name(state, body.adapter)
+    if refusal is not None:
+        return _typed(refusal)
     answer = await _seen_through(state, _run(state, body))
     return {"results": answer.results, "drops_caches": answer.drops_caches}
 
@@ -226,25 +228,29 @@ async def _seen_through(state: _State, work: Coroutine[Any, Any, T]) -> T:
         raise HTTPException(502, text) from error
 
 
-def _refuse_name(state: _State, adapter: AdapterSpec) -> None:
-    """Refuse an adapter whose name requests could not have, before workers are asked."""
-    text = None
+def _refusal_of_name(state: _State, adapter: AdapterSpec) -> AdapterError | None:
+    """Return why requests could not have an adapter's name, before workers are asked."""
     if state.models is None or not hasattr(state.models, "lora_requests"):
-        text = "this server keeps no names of adapters"
+        why = "this server keeps no names of adapters"
     elif state.models.is_base_model(adapter.name):
-        text = "this server's base model has that name"
+        why = "this server's base model has that name"
     else:
         other = state.models.lora_requests.get(adapter.name)
-        if other is not None and not is_ours(other.lora_path):
-            text = f"this server has that name for the adapter in {other.lora_path!r}"
-    if text is not None:
-        error = AdapterError(
-            f"adapter {adapter.name!r} cannot be served: {text}; nothing was changed; give it "
-            f"another name",
-            adapter=adapter.name,
-        )
-        code, message, details = to_wire(error)
-        raise HTTPException(422, {"code": code, "message": message, "details": details})
+        if other is None or is_ours(other.lora_path):
+            return None
+        why = f"this server has that name for the adapter in {other.lora_path!r}"
+    return AdapterError(
+        f"adapter {adapter.name!r} cannot be served: {why}; nothing was changed; give it another "
+        f"name",
+        adapter=adapter.name,
+    )
+
+
+def _typed(error: BucketSyncError) -> JSONResponse:
+    """Return an error as data: vLLM makes one text of what an HTTPException says."""
+    code, message, details = to_wire(error)
+    wire = {"code": code, "message": message, "details": details}
+    return JSONResponse({"detail": wire}, status_code=422)
 
 
 def _register(state: _State, adapter: AdapterSpec) -> None:

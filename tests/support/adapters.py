@@ -80,15 +80,17 @@ def from_disk(folder: Path, number: int = 1, **settings: Any) -> Any:
     return LoRARequest(f"disk-{number}", number, str(folder), **settings)
 
 
-def outputs_of(llm: Any, request: Any = None) -> Outputs:
-    """Return greedy tokens and log-probabilities of ``engines.PROMPTS``."""
+def outputs_of(
+    llm: Any, request: Any = None, *, prompts: Sequence[Sequence[int]] = engines.PROMPTS
+) -> Outputs:
+    """Return greedy tokens and log-probabilities of some prompts."""
     from vllm import SamplingParams
 
     params = SamplingParams(
         temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True, detokenize=False
     )
     answers = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in engines.PROMPTS],
+        [{"prompt_token_ids": prompt} for prompt in prompts],
         params,
         use_tqdm=False,
         lora_request=request,

@@ -147,9 +147,9 @@ class _OurRoutes:
             body["adapter"] = msgspec.to_builtins(request.adapter)
         busy = (httpx.codes.CONFLICT,)
         answer = self._http.ask("POST", f"{PREFIX}/update", allowed=busy, json=body, timeout=None)
-        found = answer.json()
         if answer.status_code in busy:
-            raise EngineBusyError(f"{self._http.url} refused the update: {found['detail']}")
+            raise EngineBusyError(f"{self._http.url} refused the update: {answer.text[:300]}")
+        found = answer.json()
         return UpdateAnswer(results=found["results"], drops_caches=found["drops_caches"])
 
     def call(self, method: str) -> list[Any]:
