@@ -127,10 +127,17 @@ def _adding(place: _Place) -> list[Callable[[], torch.Tensor]]:
                 continue
             _refuse_variant(layer, name, place)
             if place.leaf == getattr(layer, "parameter_name", "weight"):
-                found.append(partial(layer.get_delta_weight, name))
+                found.append(partial(_delta, layer, name))
             elif place.leaf == "bias" and getattr(layer, "lora_bias", {}).get(name):
                 found.append(partial(_bias, layer, name))
     return found
+
+
+def _delta(layer: Any, name: str) -> torch.Tensor:
+    delta: torch.Tensor = layer.get_delta_weight(name)
+    # PEFT rounds what it adds to an embedding before it adds it, and nothing else.
+    is_embedding = name in getattr(layer, "lora_embedding_A", ())
+    return delta.to(layer.get_base_layer().weight.dtype) if is_embedding else delta
 
 
 def _bias(layer: Any, name: str) -> torch.Tensor:
@@ -154,10 +161,10 @@ def _refuse_variant(layer: Any, name: str, place: _Place) -> None:
 
 @torch.no_grad()
 def _sum(tensor: torch.Tensor, terms: list[Callable[[], torch.Tensor]]) -> torch.Tensor:
-    """Return a new tensor with every term added, in the tensor's own dtype as PEFT does."""
+    """Return a new tensor with every term added in turn, as PEFT does."""
     total = tensor.detach().clone()
     for term in terms:
-        total += term().detach().to(total.dtype)
+        total += term().detach()
     return total
 
 
