@@ -98,13 +98,14 @@ def test_a_program_uses_what_there_is_as_it_is_meant(
 
     sync = double.return_value
     # apush takes what push takes.
-    calls = {
+    calls: dict[Any, list[Any]] = {
         WeightSync.push: sync.push.call_args_list + sync.apush.call_args_list,
         WeightSync.push_lora: sync.push_lora.call_args_list + sync.apush_lora.call_args_list,
     }
     assert any(calls.values())
     for method, found in calls.items():
-        assert all(inspect.signature(method).bind(None, *c.args, **c.kwargs) for c in found)
+        signature = inspect.signature(method)
+        assert all(signature.bind(None, *call.args, **call.kwargs) for call in found)
 
 
 def test_every_shell_command_is_one_that_is_checked_here() -> None:
