@@ -275,6 +275,12 @@ REFUSED: dict[str, tuple[type[AdapterError], Change, dict[str, Any], dict[str, A
         {"peft_type": "IA3"},
         {"setting": "peft_type", "rank": None},
     ),
+    "a pattern that is none": (
+        AdapterConfigError,
+        lambda t: t,
+        {"rank_pattern": {"q_proj(": 2}},
+        {"setting": "config"},
+    ),
     "what vLLM alone refuses": (
         AdapterConfigError,
         lambda t: t,
@@ -448,6 +454,32 @@ def test_a_commit_that_vllm_refuses_leaves_the_old_adapter_and_the_next_one_work
     (held,) = sync.status()[0]["adapters"]
     assert (held["version"], held["is_pinned"]) == ("1", True)
     assert stage.says(sync.push_lora(peft_model(2), name="policy", version=3)) == 2
+
+
+def test_nothing_is_left_in_a_slot_that_nobody_has(stage: Stage, sync: WeightSync) -> None:
+    manager = adapters.manager_of(stage.llm)
+
+    def filled() -> list[bool]:
+        return [
+            any(
+                bool(one[slot].any())
+                for module in manager.modules.values()
+                if isinstance(module.lora_b_stacked, tuple)
+                for one in module.lora_b_stacked
+            )
+            for slot in range(2)
+        ]
+
+    first = sync.push_lora(peft_model(1), name="first", version=1)
+    sync.push_lora(peft_model(2), name="second", version=1)
+    assert (filled(), manager.lora_index_to_id[0]) == ([True, True], first.lora_int_id)
+    assert sync.remove_lora("first")
+    assert filled() == [False, True]
+
+    # It takes the first free slot, and leaves its own.
+    second = sync.push_lora(peft_model(3), name="second", version=2)
+    assert (filled(), manager.lora_index_to_id[0]) == ([True, False], second.lora_int_id)
+    assert stage.says(second) == 3
 
 
 def test_scales_that_differ_by_module_are_those_of_the_config(

@@ -145,11 +145,7 @@ class _OurRoutes:
         }
         if request.adapter is not None:
             body["adapter"] = msgspec.to_builtins(request.adapter)
-        busy = (httpx.codes.CONFLICT,)
-        answer = self._http.ask("POST", f"{PREFIX}/update", allowed=busy, json=body, timeout=None)
-        if answer.status_code in busy:
-            raise EngineBusyError(f"{self._http.url} refused the update: {answer.text[:300]}")
-        found = answer.json()
+        found = self._change("update", body)
         return UpdateAnswer(results=found["results"], drops_caches=found["drops_caches"])
 
     def call(self, method: str) -> list[Any]:
@@ -158,8 +154,16 @@ class _OurRoutes:
 
     def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
         body = {"name": name, "timeout_s": timeout_s}
-        answer = self._http.ask("POST", f"{PREFIX}/remove_lora", json=body, timeout=None)
-        return list(answer.json()["results"])
+        return list(self._change("remove_lora", body)["results"])
+
+    def _change(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask for what only one at a time can have."""
+        busy = (httpx.codes.CONFLICT,)
+        answer = self._http.ask("POST", f"{PREFIX}/{what}", allowed=busy, json=body, timeout=None)
+        if answer.status_code in busy:
+            raise EngineBusyError(f"{self._http.url} refused the {what}: {answer.text[:300]}")
+        found: dict[str, Any] = answer.json()
+        return found
 
     def _info(self) -> dict[str, Any]:
         found: dict[str, Any] = self._http.ask("GET", f"{PREFIX}/info").json()

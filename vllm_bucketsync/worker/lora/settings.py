@@ -10,6 +10,7 @@ from typing import Any
 from vllm.lora.peft_helper import PEFTHelper
 
 from ...errors import AdapterConfigError
+from .. import compat
 
 _NOTHING = "nothing was changed"
 # Settings with which an adapter is more than pairs of matrices, and what vLLM takes.
@@ -50,6 +51,8 @@ def read_config(text: str, *, lora_config: Any, adapter: str) -> PEFTHelper:
         # The tensors' own names tell which modules they are for.
         helper = PEFTHelper.from_dict({"target_modules": [], **config})
         helper.validate_legal(lora_config)
+        # Patterns of ranks are regular expressions, which may be none.
+        compat.rank_of(helper, "any.module")
     # vLLM's own refusals, whatever their kind.
     except Exception as error:
         raise AdapterConfigError(
