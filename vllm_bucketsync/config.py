@@ -20,7 +20,7 @@ ENV_PREFIX = "VLLM_BUCKETSYNC_"
 DEFAULT_SLOT_SIZE_BYTES = 512 * 1024**2
 # A slot that shrank to less than this would cost more in messages than in bytes.
 MIN_SHRUNK_SLOT_SIZE_BYTES = 1024**2
-TRANSPORTS = ("auto", "shm")
+TRANSPORTS = ("auto", "cuda_ipc", "shm")
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
 # As many digits as no memory will ever need: int() refuses thousands of them.

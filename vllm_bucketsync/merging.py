@@ -65,6 +65,7 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
     metas: list[TensorMeta] = []
     places: list[_Place] = []
     added: dict[int, list[Any]] = {}
+    devices: set[torch.device] = set()
     seen = SeenTensors()
     for place in _walk(model, "", ()):
         tensor = check_sendable(place.name, place.table[place.leaf])
@@ -73,8 +74,9 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
         if seen.add(tensor):
             metas.append(describe(names.take(place.name), tensor, is_buffer=place.is_buffer))
             places.append(place)
+            devices.add(tensor.device)
     fetch = partial(_merged, places, added)
-    return declare(metas, fetch, what="PEFT model")
+    return declare(metas, fetch, what="PEFT model", devices=devices)
 
 
 def _walk(module: Any, prefix: str, layers: tuple[Any, ...]) -> Iterator[_Place]:

@@ -36,6 +36,7 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_PATTERN_CHARS)]
 Text = Annotated[str, msgspec.Meta(max_length=65_536)]
+CudaBytes = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
 class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
@@ -66,7 +67,32 @@ class InprocHandle(msgspec.Struct, frozen=True, tag="inproc"):
     num_bytes: Count
 
 
-Handle = ShmHandle | InprocHandle
+class CudaIpcHandle(msgspec.Struct, frozen=True, tag="cuda_ipc"):
+    """Opens device memory of another process of the host.
+
+    Attributes:
+        id: Random name of the region, for as long as it lives.
+        lease: A page of shared memory that lives as long as the region. Whoever can open
+            it runs as the same user on the same host; its canary is in the device memory
+            too.
+        boot_id: The boot of the kernel under which the handles mean anything.
+        device_uuid: The GPU that has the memory.
+        num_bytes: Room for data. The memory is one header page longer.
+        memory: ``cudaIpcMemHandle_t``, 64 bytes.
+        events: ``cudaIpcEventHandle_t``, 64 bytes, one for each slot: recorded when the
+            slot's last byte was written.
+    """
+
+    id: ShortText
+    lease: ShmHandle
+    boot_id: ShortText
+    device_uuid: ShortText
+    num_bytes: Count
+    memory: CudaBytes
+    events: Annotated[tuple[CudaBytes, ...], msgspec.Meta(max_length=64)]
+
+
+Handle = ShmHandle | InprocHandle | CudaIpcHandle
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +138,8 @@ class Hello(Reply, frozen=True, kw_only=True, tag="hello"):
         boot_id: The kernel's boot id: memory is shared only within one.
         device: Its device, as torch writes it.
         device_uuid: The device's own name, empty for a CPU.
-        transports: Kinds that it can open.
+        transports: Kinds that it may be able to open.
+        transport_reason: Why some are not among them.
         regions: Ids of handles that it has open.
         manifests: Digests of manifests that it holds.
     """
@@ -131,6 +158,7 @@ class Hello(Reply, frozen=True, kw_only=True, tag="hello"):
     device: ShortText
     device_uuid: ShortText
     transports: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=16)]
+    transport_reason: Text = ""
     regions: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
     manifests: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
 
@@ -162,6 +190,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
         version: The user's name for these weights.
         kind: Which sink takes them: ``weights``, ``adapter`` or ``discard``.
         transport: How the regions are shared.
+        transport_reason: Why that way, for people.
         handles: The shared memory.
         regions: The stretches of it that buckets are put in.
         layout: What both ends plan with.
@@ -184,6 +213,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     manifest: ShortText | None = None
     num_metas: Annotated[int, msgspec.Meta(ge=0, le=MAX_TENSORS)] = 0
     is_declared: bool = False
+    transport_reason: Text = ""
     partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
     adapter: AdapterSpec | None = None
 

@@ -125,6 +125,7 @@ class Packing:
             self._metas.append(meta)
 
     def _end_bucket(self) -> Batch:
+        self._slots.flush(self.num_batches)
         batch = Batch(
             seq=self.num_batches,
             region=self.num_batches % self._slots.num_slots,

@@ -14,9 +14,12 @@ _logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Take note that the plugin is loaded.
+    """Take note that the plugin is loaded, and of what this process can use.
 
     The worker extension needs no registration: vLLM finds it by the name given as
     ``worker_extension_cls``. Idempotent, and never raises.
     """
-    _logger.debug("vllm_bucketsync %s is loaded", __version__)
+    from .probe import own_probe
+
+    found = own_probe()
+    _logger.debug("vllm_bucketsync %s: %s, since %s", __version__, found.kind, found.reason)

@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import torch
+
 from .arrivals import Arrivals, check_manifest
 from .errors import (
     BucketSyncError,
@@ -64,11 +66,17 @@ class Receiver:
     """
 
     def __init__(
-        self, *, memory: ReceiverMemory, make_sink: Callable[[Open], Sink], rank: int = 0
+        self,
+        *,
+        memory: ReceiverMemory,
+        make_sink: Callable[[Open], Sink],
+        rank: int = 0,
+        device: str = "cpu",
     ) -> None:
         self._memory = memory
         self._make_sink = make_sink
         self._rank = rank
+        self._device = torch.device(device)
         self._sink: Sink | None = None
         self._metas: list[TensorMeta] = []
         self._manifest: Manifest | None = None
@@ -179,7 +187,8 @@ class Receiver:
         try:
             for handle in opened.handles:
                 if handle.id not in self._memory.regions:
-                    self._memory.regions[handle.id] = open_region(opened.transport, handle)
+                    region = open_region(opened.transport, handle, device=self._device)
+                    self._memory.regions[handle.id] = region
         except (TransportError, UnsupportedError) as error:
             logger.warning("transport %s does not work here: %s", opened.transport, error)
             return [Fallback(transport=opened.transport, reason=str(error))]
@@ -210,6 +219,7 @@ class Receiver:
             raise RemoteProtocolError(f"region {batch.region} of {len(opened.regions)}")
         region = opened.regions[batch.region]
         memory = self._memory.regions[opened.handles[region.handle].id]
+        memory.await_writes(batch.region)
         pieces = [
             Piece(
                 index=entry.index,

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ SEGMENT_SUFFIX = ".seg"
 STALE_AFTER_S = 10.0
 # Random part of a file's name, in bytes: more than the 64 bits that nobody guesses.
 _NAME_BYTES = 12
+# l_type, l_whence, l_start, l_len, l_pid, as Linux has them on 64 bits.
+_LOCK_FORMAT = "hhqqi4x"
 # Each fails only if another process removes the directory within the same microseconds.
 _NUM_ATTEMPTS = 1000
 
@@ -136,6 +139,48 @@ def is_locked(fd: int) -> bool:
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False
+
+
+class Watch:
+    """A copy of an open file's descriptor, by which users of the file are told.
+
+    Beside ``lock``, which is its owner's: any number of openings may ``hold`` the file,
+    and each other one can ask whether somebody does. The kernel forgets a hold with the
+    last copy of its descriptor, so also when its process is killed.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Copy the descriptor; ``fd`` stays its owner's."""
+        self._fd: int | None = os.dup(fd)
+
+    def hold(self) -> None:
+        """Use the file until every copy of this opening's descriptor is closed.
+
+        Raises:
+            OSError: This file system has no such locks.
+        """
+        fcntl.fcntl(self._opened(), fcntl.F_OFD_SETLK, _byte_lock(fcntl.F_RDLCK))
+
+    def is_held(self) -> bool:
+        """Return whether another opening holds the file."""
+        found = fcntl.fcntl(self._opened(), fcntl.F_OFD_GETLK, _byte_lock(fcntl.F_WRLCK))
+        return bool(struct.unpack(_LOCK_FORMAT, found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Close the copy. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+
+    def _opened(self) -> int:
+        if self._fd is None:
+            raise ValueError("a closed descriptor was asked")
+        return self._fd
+
+
+def _byte_lock(kind: int) -> bytes:
+    """Return a ``struct flock`` for the first byte of a file."""
+    return struct.pack(_LOCK_FORMAT, kind, os.SEEK_SET, 0, 1, 0)
 
 
 def _private_path(directory: str) -> Path:

@@ -8,6 +8,7 @@ Replies in (``receive``), commands out (``advance``). The source is consumed onl
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from .errors import (
     BucketSyncError,
     EngineState,
     LocalProtocolError,
+    RegionError,
     RemoteProtocolError,
     TransportError,
     UnsupportedError,
@@ -44,10 +46,15 @@ from .peers import Peer, held_by
 from .session import Role, Session, State
 from .slots import Slots
 from .sources import Source
-from .transport.registry import Choice
+from .transport.registry import Choice, Wish, candidates
 from .update import Phase, Update
 
 Outgoing = tuple[bytes, Command]
+
+# What an ``Open`` has room for.
+_MAX_REASON_CHARS = 65_000
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -58,7 +65,8 @@ class Sender:
         update: What is sent.
         source: Where the tensors come from.
         slots: The shared memory, kept between updates.
-        choices: Transports to try, in order.
+        wish: What is known of the transport before any worker was asked.
+        choices: Transports to try, in order; empty until every worker said hello.
         peers: The workers that said hello, by socket identity.
         phase: What is being done.
         error: The first failure.
@@ -68,7 +76,8 @@ class Sender:
     update: Update
     source: Source
     slots: Slots
-    choices: list[Choice]
+    wish: Wish
+    choices: list[Choice] = field(default_factory=list)
     peers: dict[bytes, Peer] = field(default_factory=dict)
     phase: Phase = Phase.GREETING
     error: BaseException | None = None
@@ -242,6 +251,9 @@ class Sender:
     def _work(self) -> None:
         match self.phase:
             case Phase.GREETING if len(self.peers) == self.num_workers:
+                hellos = self._hellos()
+                choices = candidates(self.wish, hellos)
+                self.choices = self.slots.without_failures(choices, hellos)
                 self._offer()
             case Phase.OPENING if not any(
                 peer.session.state is State.OPENING for peer in self.peers.values()
@@ -259,10 +271,9 @@ class Sender:
     def _offer(self) -> None:
         """Offer the first of the transports that are left."""
         declared = self.source.declared
-        hellos = [peer.hello for peer in self.peers.values()]
-        needed_bytes = None if declared is None else declared.aligned_bytes
+        hellos = self._hellos()
         if not self.update.is_dry_run:
-            self.slots.prepare(self.choice.kind, needed_bytes=needed_bytes, hellos=hellos)
+            self._prepare_slots(hellos)
         manifest = declared or self.slots.last_manifest
         if declared is None and manifest is not None:
             known = all(manifest.digest in hello.manifests for hello in hellos)
@@ -277,6 +288,7 @@ class Sender:
                 version=self.update.version,
                 kind=self.update.kind,
                 transport=self.choice.kind,
+                transport_reason=self.choice.reason[:_MAX_REASON_CHARS],
                 handles=() if self.update.is_dry_run else self.slots.handles,
                 regions=() if self.update.is_dry_run else self.slots.regions,
                 layout=self.slots.layout,
@@ -294,14 +306,8 @@ class Sender:
     def _decide(self) -> None:
         """Go on, or fall back, once every worker has answered the offer."""
         reasons = [f"{peer}: {peer.fallback}" for peer in self.peers.values() if peer.fallback]
-        if reasons and len(self.choices) == 1:
-            raise TransportError(
-                f"transport {self.choice.kind} does not work: {'; '.join(reasons)}; nothing "
-                f"was written; there is no other transport to fall back to"
-            )
         if reasons:
-            failed = self.choices.pop(0)
-            self.choices[0] = self.choice.after(failed, reasons)
+            self._fall_back("; ".join(reasons))
             for peer in self.peers.values():
                 peer.fallback = None
             self._offer()
@@ -312,6 +318,37 @@ class Sender:
             self.slots.unlink()
             self.phase = Phase.STREAMING
             self._stream = self._packing().batches(self._num_acks)
+
+    def _prepare_slots(self, hellos: Sequence[Hello]) -> None:
+        """Have memory for the first transport that there is memory for."""
+        declared = self.source.declared
+        needed_bytes = None if declared is None else declared.aligned_bytes
+        while True:
+            try:
+                self.slots.prepare(
+                    self.choice.kind, needed_bytes=needed_bytes, hellos=hellos, wish=self.wish
+                )
+            except (RegionError, UnsupportedError) as error:
+                if len(self.choices) == 1:
+                    raise
+                self._fall_back(str(error))
+            else:
+                return
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on to the next transport, and keep to it for as long as the workers live."""
+        if len(self.choices) == 1:
+            raise TransportError(
+                f"transport {self.choice.kind} does not work: {reason}; nothing was written; "
+                f"there is no other transport to fall back to"
+            )
+        failed = self.choices.pop(0)
+        self.choices[0] = self.choice.after(failed.kind, reason)
+        self.slots.note_failure(failed.kind, self._hellos(), reason)
+        logger.warning("falling back to %s: %s", self.choice.kind, self.choice.reason)
+
+    def _hellos(self) -> list[Hello]:
+        return [peer.hello for peer in self.peers.values()]
 
     def _finish(self) -> None:
         packing = self._packing()

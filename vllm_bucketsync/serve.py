@@ -30,11 +30,12 @@ from .errors import (
 )
 from .identity import HOST
 from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply, decode_command, encode
+from .probe import TransportProbe, own_probe
 from .receiver import Receiver
 from .retained import ReceiverMemory
 from .session import State
 from .sinks import Sink
-from .transport.registry import KINDS
+from .transport.registry import openable
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Worker:
         world_size: Workers of one replica.
         device: Its device, as torch writes it.
         device_uuid: The device's own name; empty for a CPU.
+        probe: What this process was found to have; its own, unless given.
         make_sink: Makes the sink that an offer asks for.
         memory: What makes the next update warm.
         instance_id: Random, made anew with every worker process.
@@ -80,6 +82,7 @@ class Worker:
         num_updates: Updates that were committed.
         num_failures: Updates that were not.
         transport: What the last update came through.
+        transport_reason: Why that.
     """
 
     make_sink: Callable[[Open], Sink]
@@ -88,6 +91,7 @@ class Worker:
     world_size: int = 1
     device: str = "cpu"
     device_uuid: str = ""
+    probe: TransportProbe = field(default_factory=own_probe)
     memory: ReceiverMemory = field(default_factory=ReceiverMemory)
     instance_id: str = field(default_factory=lambda: secrets.token_hex(16))
     version: str | None = None
@@ -95,6 +99,7 @@ class Worker:
     num_updates: int = 0
     num_failures: int = 0
     transport: str | None = None
+    transport_reason: str | None = None
 
     def hello(self, offer: Offer) -> Hello:
         """Return what this worker says first."""
@@ -112,7 +117,8 @@ class Worker:
             boot_id=HOST.boot_id,
             device=self.device,
             device_uuid=self.device_uuid,
-            transports=KINDS,
+            transports=openable(self.device, self.probe),
+            transport_reason=self.probe.reason,
             regions=tuple(self.memory.regions),
             manifests=tuple(self.memory.manifests),
         )
@@ -133,6 +139,7 @@ class Worker:
             "num_updates": self.num_updates,
             "num_failures": self.num_failures,
             "transport": self.transport,
+            "transport_reason": self.transport_reason,
             "region_bytes": sum(r.held_bytes for r in self.memory.regions.values()),
         }
 
@@ -148,7 +155,12 @@ def update(worker: Worker, offer: object) -> Result:
         Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``,
         ``was_torn``, ``is_torn``, ``num_tensors``, ``num_bytes``, ``error``.
     """
-    receiver = Receiver(memory=worker.memory, make_sink=worker.make_sink, rank=worker.rank)
+    receiver = Receiver(
+        memory=worker.memory,
+        make_sink=worker.make_sink,
+        rank=worker.rank,
+        device=worker.device,
+    )
     try:
         worker.memory.drop_dead_regions()
         accepted = _accept(offer)
@@ -176,6 +188,13 @@ def status(worker: Worker) -> Result:
 def release(worker: Worker) -> Result:
     """Close what is kept between updates; the next one opens it again."""
     return _answer(worker, worker.memory.release)
+
+
+def probe(worker: Worker) -> Result:
+    """Return what was found of the transports, without trying any of them."""
+    kinds = list(openable(worker.device, worker.probe))
+    device = {"device": worker.device, "device_uuid": worker.device_uuid, "transports": kinds}
+    return worker.probe.as_dict() | device
 
 
 def refusal(error: BaseException) -> Result:
@@ -283,6 +302,7 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
     opened = receiver.opened
     if opened is not None:
         worker.transport = opened.transport
+        worker.transport_reason = opened.transport_reason
     if receiver.state is EngineState.COMMITTED and opened is not None:
         if opened.adapter is None:
             worker.version, worker.update_id = opened.version, opened.update_id

@@ -121,9 +121,11 @@ class DiscardSink:
         """Copy each piece once."""
         for piece in pieces:
             size = piece.data.numel()
-            if size > self._scratch.numel():
+            if size > self._scratch.numel() or self._scratch.device != piece.data.device:
                 self._scratch = torch.empty(size, dtype=torch.uint8, device=piece.data.device)
             self._scratch[:size].copy_(piece.data)
+        for device in {piece.data.device for piece in pieces if piece.data.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def prepare(self) -> None:
         """Have nothing to miss."""

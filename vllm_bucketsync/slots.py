@@ -10,7 +10,7 @@ from .config import Settings
 from .layout import BucketLayout, Manifest
 from .messages import Handle, Hello, Region
 from .transport.base import OwnedRegion
-from .transport.registry import create_slots
+from .transport.registry import Choice, Wish, create_slots
 from .transport.slots import choose_slot_size
 
 
@@ -32,6 +32,7 @@ class Slots:
         self._kind: str | None = None
         self._wanted_bytes = 0
         self._is_memory = True
+        self._failures: dict[tuple[str, frozenset[str]], str] = {}
         self.layout = BucketLayout(settings.slot_size_bytes)
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
@@ -52,13 +53,24 @@ class Slots:
         """Capacity of one slot, also of the last one given back; 0 for references."""
         return self.layout.slot_size_bytes if self._is_memory else 0
 
-    def prepare(self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello]) -> None:
+    def make_room(self, needed_bytes: int | None) -> None:
+        """Give the region up before any worker is asked, if it will not do.
+
+        Workers then close it first, so that old and new memory never add up.
+        """
+        if choose_slot_size(self._settings, needed_bytes) > self._enough_bytes:
+            self.release()
+
+    def prepare(
+        self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello], wish: Wish
+    ) -> None:
         """Keep the region if every worker has it and it is large enough, else make one.
 
         Args:
             kind: The transport.
             needed_bytes: Bytes of the update; ``None`` where that is not known.
             hellos: The workers, each with the regions that it holds open.
+            wish: On which GPU, where it is device memory.
 
         Raises:
             RegionError: There is no memory for it; nothing is left behind.
@@ -67,17 +79,33 @@ class Slots:
         wanted_bytes = choose_slot_size(self._settings, needed_bytes)
         if region is not None and kind == self._kind:
             is_held = all(region.handle.id in hello.regions for hello in hellos)
-            # A little more is not worth new memory. What was asked for counts, not what
-            # could be had: a slot that had to shrink would shrink again.
-            if is_held and wanted_bytes <= 1.1 * self._wanted_bytes:
+            if is_held and wanted_bytes <= self._enough_bytes:
                 return
         self.release()
         self._wanted_bytes = wanted_bytes
         self._region, self.layout, self.num_slots = create_slots(
-            kind, settings=self._settings, needed_bytes=needed_bytes
+            kind, settings=self._settings, needed_bytes=needed_bytes, wish=wish
         )
         self._kind = kind
         self._is_memory = self._region.held_bytes > 0
+
+    @property
+    def _enough_bytes(self) -> float:
+        # A little more is not worth new memory. What was asked for counts, not what
+        # could be had: a slot that had to shrink would shrink again.
+        return 1.1 * self._wanted_bytes
+
+    def note_failure(self, kind: str, hellos: Sequence[Hello], reason: str) -> None:
+        """Take note that a transport does not work with these very workers."""
+        self._failures[kind, _instances(hellos)] = reason
+
+    def without_failures(self, choices: list[Choice], hellos: Sequence[Hello]) -> list[Choice]:
+        """Return the choices that may work: what failed with these workers is not retried."""
+        workers, left = _instances(hellos), list(choices)
+        while len(left) > 1 and (left[0].kind, workers) in self._failures:
+            failed = left.pop(0).kind
+            left[0] = left[0].after(failed, self._failures[failed, workers])
+        return left
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:
         """Copy bytes into the slot of a bucket.
@@ -92,6 +120,11 @@ class Slots:
         start = (batch % self.num_slots) * self.layout.slot_size_bytes
         self._region.write(start + offset_bytes, data)
 
+    def flush(self, batch: int) -> None:
+        """Make sure that readers see what was written to the slot of a bucket."""
+        if self._region is not None:
+            self._region.flush(batch % self.num_slots)
+
     def unlink(self) -> None:
         """Take the region's name away: every end has opened it."""
         if self._region is not None:
@@ -102,3 +135,7 @@ class Slots:
         if self._region is not None:
             self._region.close()
         self._region = self._kind = None
+
+
+def _instances(hellos: Sequence[Hello]) -> frozenset[str]:
+    return frozenset(hello.instance_id for hello in hellos)

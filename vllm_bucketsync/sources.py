@@ -49,10 +49,18 @@ class Source:
             Each is plain and strided, on its own device, in its own dtype, with the
             shape that its meta says; it may be the trainer's own tensor, so it is
             only to be read, and let go of before the next one is asked for.
+        devices: Where they are; empty for a stream, whose tensors nobody has seen yet.
     """
 
     declared: Manifest | None
     tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
+    devices: frozenset[torch.device] = frozenset()
+
+    @property
+    def device(self) -> torch.device | None:
+        """The one device that stands for all: a GPU before the host, the same each time."""
+        by_worth = sorted(self.devices, key=lambda one: (one.type == "cpu", one.index or 0))
+        return by_worth[0] if by_worth else None
 
     def close(self) -> None:
         """Close files, and the user's generator on this thread. Idempotent."""
@@ -103,14 +111,18 @@ def open_source(given: object, *, rename: Rename | None = None) -> Source:
 def _open_module(module: nn.Module, names: Names) -> Source:
     metas: list[TensorMeta] = []
     places: list[tuple[_Table, str]] = []
+    devices: set[torch.device] = set()
     seen = SeenTensors()
     for name, table, leaf, is_buffer in _walk(module):
         tensor = check_sendable(name, table[leaf])
         if seen.add(tensor):
             metas.append(describe(names.take(name), tensor, is_buffer=is_buffer))
             places.append((table, leaf))
+            devices.add(tensor.device)
     # Looked up anew: a trainer may replace a parameter after it was declared.
-    return declare(metas, lambda: (table.get(leaf) for table, leaf in places), what="module")
+    return declare(
+        metas, lambda: (table.get(leaf) for table, leaf in places), what="module", devices=devices
+    )
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, _Table, str, bool]]:
@@ -127,15 +139,24 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, _Table, str, bool]]:
 
 def _open_mapping(given: Mapping[object, object], names: Names) -> Source:
     keys = list(given)
-    metas = [meta_of(names.take(key), given[key]) for key in keys]
-    # A lazy mapping would otherwise hold all of its tensors at once.
-    return declare(metas, lambda: (given.get(key) for key in keys), what="mapping")
+    metas: list[TensorMeta] = []
+    devices: set[torch.device] = set()
+    for key in keys:
+        name = names.take(key)
+        tensor = check_sendable(name, given[key])
+        metas.append(describe(name, tensor))
+        devices.add(tensor.device)
+        # A lazy mapping would otherwise hold all of its tensors at once.
+        del tensor
+    return declare(metas, lambda: (given.get(key) for key in keys), what="mapping", devices=devices)
 
 
 def _open_pairs(given: list[object], names: Names) -> Source:
     pairs = [_pair(item, position) for position, item in enumerate(given)]
     metas = [meta_of(names.take(name), tensor) for name, tensor in pairs]
-    return declare(metas, lambda: (tensor for _, tensor in pairs), what="list")
+    # Tensors, each of them: meta_of has let them through.
+    devices = {tensor.device for _, tensor in pairs if isinstance(tensor, torch.Tensor)}
+    return declare(metas, lambda: (tensor for _, tensor in pairs), what="list", devices=devices)
 
 
 def _open_checkpoint(path: Path, names: Names) -> Source:
@@ -149,23 +170,32 @@ def _open_checkpoint(path: Path, names: Names) -> Source:
         )
         for item in stored
     ]
-    return declare(metas, lambda: read_tensors(stored), what=f"checkpoint {path}")
+    devices = {torch.device("cpu")}
+    return declare(metas, lambda: read_tensors(stored), what=f"checkpoint {path}", devices=devices)
 
 
-def declare(metas: list[TensorMeta], fetch: Callable[[], Iterator[object]], *, what: str) -> Source:
+def declare(
+    metas: list[TensorMeta],
+    fetch: Callable[[], Iterator[object]],
+    *,
+    what: str,
+    devices: Iterable[torch.device],
+) -> Source:
     """Return a declared source.
 
     Args:
         metas: What will come, in order.
         fetch: Called when the first tensor is asked for; yields one for each meta.
         what: What was given, for a message.
+        devices: Where the tensors are.
 
     Raises:
         SourceError: It holds no tensors.
     """
     if not metas:
         raise SourceError(f"the {what} holds no tensors; nothing was sent")
-    return Source(declared=Manifest(metas), tensors=_fetch_declared(metas, fetch))
+    tensors = _fetch_declared(metas, fetch)
+    return Source(declared=Manifest(metas), tensors=tensors, devices=frozenset(devices))
 
 
 def _fetch_declared(

@@ -1,4 +1,4 @@
-"""Takes a thread's CUDA stream along to another thread.
+"""What other CUDA streams were given to do, and has to be done before tensors are read.
 
 Device and stream belong to a thread. Whoever goes on with tensors in another one has to
 wait there for what the first one's stream was given to do.
@@ -6,7 +6,7 @@ wait there for what the first one's stream was given to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -28,6 +28,23 @@ def leave_thread() -> Callable[[], None]:
         torch.cuda.current_stream().wait_event(event)
 
     return enter
+
+
+def wait_for_trainer(devices: Iterable[torch.device]) -> None:
+    """Wait for all that this process gave GPUs to do: the new weights are among it.
+
+    Nothing tells which stream a tensor is computed in, and a trainer that has just taken
+    its step may have left that to any of them. Once for each push, and before it: an
+    update itself never waits for a whole device.
+
+    Args:
+        devices: Where the tensors are; nothing means the current GPU, if there is one.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    for device in set(devices) or {torch.device("cuda")}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _nothing() -> None:

@@ -39,9 +39,9 @@ from .rundir import remove_stale
 from .sender import Sender
 from .slots import Slots
 from .sources import Source, open_source
-from .streams import leave_thread
+from .streams import leave_thread, wait_for_trainer
 from .transfer import run_linked, run_remote
-from .transport.registry import candidates
+from .transport.registry import Wish, reclaim
 from .update import Update
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ R = TypeVar("R", bound=PushReport)
 
 # For an engine's call to return, once its workers have: a moment, unless one is stopped.
 RETURN_TIMEOUT_S = 3.0
+# For idle workers to let go of device memory whose owner closes.
+CLOSE_TIMEOUT_S = 5.0
 
 
 class WeightSync:
@@ -114,7 +116,7 @@ class WeightSync:
         """Close what was forgotten: an open descriptor keeps all of the shared memory."""
         # At the interpreter's end what closing needs is gone, and the kernel does it.
         if not self._is_closed and not is_exiting():
-            self.close()
+            self._close(may_ask=False)
 
     def push(
         self,
@@ -321,12 +323,16 @@ class WeightSync:
             self._slots.release()
 
     def close(self) -> None:
-        """Give everything back on this end. Idempotent.
+        """Give everything back. Idempotent.
 
         While a push runs, on another thread or further up on this one, nothing more
         begins, and the push gives everything back at its end. The workers notice that
-        the memory has lost its owner with their next update.
+        the memory has lost its owner with their next update; only for device memory,
+        which cannot be freed while they have it mapped, are they asked to look at once.
         """
+        self._close(may_ask=True)
+
+    def _close(self, *, may_ask: bool) -> None:
         if os.getpid() != self._pid:
             # A forked child has copies: what they stand for is its parent's.
             return
@@ -335,11 +341,32 @@ class WeightSync:
             return
         try:
             self._slots.release()
+            if may_ask and reclaim():
+                self._let_workers_look()
             self._stop_listening()
             for engine in self._engines:
                 engine.close()
         finally:
             self._lock.release()
+
+    def _let_workers_look(self) -> None:
+        """Ask for what makes workers drop the regions of dead owners; then free those."""
+        calls = [
+            RpcCall(functools.partial(engine.call, STATUS_METHOD))
+            for engine in self._engines
+            if _can_be_asked(engine)
+        ]
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for call in calls:
+            call.wait(max(0.0, deadline_s - time.monotonic()))
+        num_bytes = reclaim()
+        if num_bytes:
+            logger.warning(
+                "%d bytes of device memory stay until the engine has looked for dead owners, with "
+                "its next update or status(): it could not be asked, or did not answer in %g s",
+                num_bytes,
+                CLOSE_TIMEOUT_S,
+            )
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -402,9 +429,18 @@ class WeightSync:
             is_dry_run=is_dry_run,
             **what,
         )
-        choices = candidates(self._settings.transport, is_in_process=self._is_in_process)
-        sender = Sender(update=update, source=source, slots=self._slots, choices=choices)
+        wish = Wish(
+            transport=self._settings.transport,
+            is_in_process=self._is_in_process,
+            device=source.device,
+        )
+        wish.check()
+        sender = Sender(update=update, source=source, slots=self._slots, wish=wish)
         with contextlib.closing(source):
+            if not is_dry_run:
+                declared = source.declared
+                self._slots.make_room(None if declared is None else declared.aligned_bytes)
+                wait_for_trainer(source.devices)
             self._run(sender, asking)
         return sender
 
@@ -523,6 +559,23 @@ def _wait(
             f"{what} failed on {engine.name}: {asked.error}", url=engine.name
         ) from asked.error
     return asked.result or []
+
+
+def _can_be_asked(engine: Engine) -> bool:
+    """Whether an engine may have memory mapped, and a thread beside this one can ask it."""
+    if engine.is_in_process:
+        return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    try:
+        engine.check_ready()
+    # Its answer would have to come from the very loop that waits for it.
+    except BucketSyncError as error:
+        logger.debug("%s cannot be asked here: %s", engine.name, error)
+        return False
+    return True
 
 
 def _read_metas(source: Source) -> Source:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequ
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
+from vllm_bucketsync.transport.devices import uuid_of
 
 
 class RecordingSink:
@@ -44,7 +45,7 @@ class RecordingSink:
     def load(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             digest = self.hashes.setdefault(piece.meta.name, hashlib.blake2b(digest_size=16))
-            digest.update(piece.data.numpy().tobytes())
+            digest.update(piece.data.cpu().numpy().tobytes())
             self.seen[piece.meta.name] = piece.meta
 
     def prepare(self) -> None:
@@ -115,10 +116,16 @@ def _maker(sink: str) -> Any:
     raise ValueError(sink)
 
 
-def _work(pipe: Connection, rank: int, world_size: int, sink: str) -> None:
+def _work(pipe: Connection, rank: int, world_size: int, sink: str, device: str) -> None:
     make = _maker(sink)
     torch.set_num_threads(1)
-    worker = serve.Worker(make_sink=lambda opened: make(), rank=rank, world_size=world_size)
+    worker = serve.Worker(
+        make_sink=lambda opened: make(),
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        device_uuid=uuid_of(device),
+    )
     while True:
         try:
             method, args = pipe.recv()
@@ -137,13 +144,25 @@ def _answer(worker: serve.Worker, method: str, args: Sequence[Any]) -> Any:
             return serve.release(worker)
         case "loaded":
             return RecordingSink.last
+        case "break_ipc_collect":
+            torch.cuda.ipc_collect = _never
+            return None
         case "resources":
             return {
                 "fds": len(list(Path("/proc/self/fd").iterdir())),
                 "rss_kib": _rss_kib(),
                 "mapped": Path("/proc/self/maps").read_text().count(".seg"),
+                "free_bytes": _free_bytes(worker.device),
             }
     raise ValueError(method)
+
+
+def _never() -> None:
+    raise RuntimeError("this device has no ipc_collect")
+
+
+def _free_bytes(device: str) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 0
 
 
 def _rss_kib() -> int:
@@ -157,11 +176,20 @@ class FakeEngine:
     is_in_process = False
     name = "the fake engine"
 
-    def __init__(self, sink: str = "recording", *, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        sink: str = "recording",
+        *,
+        world_size: int = 1,
+        device: str | Sequence[str] = "cpu",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.finished: list[str] = []
         self.requests: list[UpdateRequest] = []
         self.world_size = world_size
         self._sink = sink
+        self._devices = [device] * world_size if isinstance(device, str) else list(device)
+        self._environment = dict(environment or {})
         self.processes: list[Any] = [None] * world_size
         self._pipes: list[Any] = [None] * world_size
         for rank in range(world_size):
@@ -172,9 +200,17 @@ class FakeEngine:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_work, args=(theirs, rank, self.world_size, self._sink), daemon=True
+            target=_work,
+            args=(theirs, rank, self.world_size, self._sink, self._devices[rank]),
+            daemon=True,
         )
-        process.start()
+        before = dict(os.environ)
+        os.environ.update(self._environment)
+        try:
+            process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         theirs.close()
         self._pipes[rank], self.processes[rank] = ours, process
 

@@ -31,10 +31,13 @@ from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
 from vllm_bucketsync.transport.base import OpenedRegion
+from vllm_bucketsync.transport.registry import Wish
 
 SLOT_BYTES = 512
 # So many that no bucket of a short update is written over: it may be read at any time.
 NUM_SLOTS = 64
+# What a trainer on the CPU knows before it has asked anybody.
+WISH = Wish(transport="auto", device=torch.device("cpu"))
 
 Pairs = Sequence[tuple[TensorMeta, torch.Tensor]]
 
@@ -91,7 +94,7 @@ def manifest_of(pairs: Pairs) -> Manifest:
 def shm_slots(directory: object, *, num_slots: int = NUM_SLOTS) -> Slots:
     """Return slots of ``SLOT_BYTES`` in shared memory of their own; release them."""
     slots = Slots(Settings(slot_size=SLOT_BYTES, num_slots=num_slots, dir=str(directory)))
-    slots.prepare("shm", needed_bytes=None, hellos=[])
+    slots.prepare("shm", needed_bytes=None, hellos=[], wish=WISH)
     return slots
 
 

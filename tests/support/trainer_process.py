@@ -29,7 +29,9 @@ def source(strike_at: int | None, number: int) -> Iterator[tuple[str, torch.Tens
         yield f"model.layers.{index}.weight", torch.full((256,), float(index))
 
 
-class _PipeEngine:
+class PipeEngine:
+    """Asks through a pipe: whoever has its other end is the engine."""
+
     is_in_process = False
     name = "the test"
 
@@ -56,7 +58,7 @@ class _PipeEngine:
         pass
 
 
-def _strike_around(step: str, number: int) -> None:
+def strike_around(step: str, number: int) -> None:
     """Strike where the sender is about to take ``step``: "open", "finish" or "commit"."""
     name = {"open": "_offer", "finish": "_finish", "commit": "commit"}[step]
     original = getattr(Sender, name)
@@ -72,8 +74,8 @@ def _train(
     pipe: Connection, strike: int | str | None, number: int, settings: dict[str, Any]
 ) -> None:
     if isinstance(strike, str):
-        _strike_around(strike, number)
-    with WeightSync(_PipeEngine(pipe), slot_size=1024, **settings) as sync:
+        strike_around(strike, number)
+    with WeightSync(PipeEngine(pipe), slot_size=1024, **settings) as sync:
         try:
             sync.push(source(strike if isinstance(strike, int) else None, number), version="new")
         except Exception as error:  # noqa: BLE001 - whatever it is, the test gets to see it

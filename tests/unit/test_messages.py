@@ -25,6 +25,10 @@ OPEN: dict[str, Any] = {
     "handles": [], "regions": [], "layout": {"slot_size_bytes": 256},
 }  # fmt: skip
 SHM = {"type": "shm", "id": "r", "path": "/x", "num_bytes": 1, "canary": b"c" * 32}
+CUDA = {
+    "type": "cuda_ipc", "id": "r", "lease": SHM, "boot_id": "b", "device_uuid": "u",
+    "num_bytes": 1, "memory": b"m" * 64, "events": [b"e" * 64],
+}  # fmt: skip
 # Each is one step away from a message that is accepted.
 REFUSED: dict[str, Any] = {
     "no tag": {"reason": "x"},
@@ -53,6 +57,17 @@ REFUSED: dict[str, Any] = {
     "unknown handle": {**OPEN, "handles": [{"type": "http", "id": "x"}]},
     "short canary": {**OPEN, "handles": [{**SHM, "canary": b"c"}]},
     "endless path": {**OPEN, "handles": [{**SHM, "path": "/" * 4097}]},
+    "long device memory": {**OPEN, "handles": [{**CUDA, "memory": b"m" * 65}]},
+    "short device memory": {**OPEN, "handles": [{**CUDA, "memory": b"m" * 63}]},
+    "device memory as text": {**OPEN, "handles": [{**CUDA, "memory": "m" * 64}]},
+    "long event": {**OPEN, "handles": [{**CUDA, "events": [b"e" * 64, b"e" * 65]}]},
+    "short event": {**OPEN, "handles": [{**CUDA, "events": [b""]}]},
+    "too many events": {**OPEN, "handles": [{**CUDA, "events": [b"e" * 64] * 65}]},
+    "lease that is no file": {**OPEN, "handles": [{**CUDA, "lease": CUDA}]},
+    "lease with a short canary": {**OPEN, "handles": [{**CUDA, "lease": {**SHM, "canary": b"c"}}]},
+    "negative device memory": {**OPEN, "handles": [{**CUDA, "num_bytes": -1}]},
+    "endless boot id": {**OPEN, "handles": [{**CUDA, "boot_id": "b" * 257}]},
+    "endless transport reason": {**OPEN, "transport_reason": "x" * 65_537},
     "region before its handle": {**OPEN, "regions": [[0, -1, 5]]},
     "endless update id": {**OPEN, "update_id": "u" * 257},
     "endless reason": {"type": "abort", "reason": "x" * 65_537},
@@ -96,6 +111,13 @@ def decode(data: bytes, kind: type) -> Message:
 
 def concrete(base: type) -> set[type]:
     return set(base.__subclasses__())
+
+
+@pytest.mark.parametrize("handle", [SHM, CUDA], ids=["shm", "cuda_ipc"])
+def test_a_handle_within_its_limits_is_accepted(handle: dict[str, Any]) -> None:
+    data = msgspec.msgpack.encode({**OPEN, "handles": [handle]})
+
+    assert isinstance(messages.decode_command(data), messages.Open)
 
 
 def test_every_message_has_golden_bytes() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import vllm_bucketsync
 from vllm_bucketsync import plugin
+from vllm_bucketsync.probe import own_probe
 
 # Run where any process of vLLM runs it: before a device is chosen.
 FRESH = """
@@ -21,7 +22,7 @@ from importlib.metadata import entry_points
 register = found.load()
 register()
 register()
-print(*{"torch", "vllm", "zmq", "msgspec"} & sys.modules.keys())
+print(*{"torch", "vllm", "zmq", "pynvml", "cuda"} & sys.modules.keys())
 print(os.environ == before, threading.active_count())
 """
 
@@ -45,12 +46,13 @@ def test_register_loads_nothing_in_a_fresh_interpreter() -> None:
     assert result.stderr == ""
 
 
-def test_register_only_notes_that_it_was_called(caplog: pytest.LogCaptureFixture) -> None:
+def test_register_only_notes_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="vllm_bucketsync"):
         plugin.register()
         plugin.register()
 
+    found = own_probe()
     assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.DEBUG]
     assert {record.getMessage() for record in caplog.records} == {
-        f"vllm_bucketsync {vllm_bucketsync.__version__} is loaded"
+        f"vllm_bucketsync {vllm_bucketsync.__version__}: {found.kind}, since {found.reason}"
     }

@@ -79,7 +79,7 @@ class World:
 
     def watch(self) -> WatchedRegion:
         handle = self.slots.handles[0]
-        region: Any = WatchedRegion(open_region("shm", handle))
+        region: Any = WatchedRegion(open_region("shm", handle, device=torch.device("cpu")))
         self.memory.regions[handle.id] = region
         return region  # type: ignore[no-any-return]
 

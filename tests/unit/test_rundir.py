@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -10,10 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import Child
 
 from vllm_bucketsync import rundir
 from vllm_bucketsync.errors import ConfigError, RegionError
-from vllm_bucketsync.rundir import create_file, private_dir, remove_dir_if_empty, remove_stale
+from vllm_bucketsync.rundir import (
+    Watch,
+    create_file,
+    private_dir,
+    remove_dir_if_empty,
+    remove_stale,
+)
 
 OLD_S = 60.0
 
@@ -275,3 +283,128 @@ def test_the_directory_goes_only_when_it_is_empty(base: str, private: Path) -> N
     remove_dir_if_empty(base)
     remove_dir_if_empty(base)
     assert not private.exists()
+
+
+def opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+@pytest.fixture
+def fds(tmp_path: Path) -> Iterator[list[int]]:
+    """A file, opened three times: by its owner, and by two users."""
+    made = [opened(tmp_path / "file") for _ in range(3)]
+    yield made
+    for fd in made:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+@pytest.fixture
+def watches(fds: list[int]) -> Iterator[list[Watch]]:
+    made = [Watch(fd) for fd in fds]
+    yield made
+    for watch in made:
+        watch.close()
+
+
+def test_a_file_is_held_while_one_of_its_users_holds_it(watches: list[Watch]) -> None:
+    owner, first, second = watches
+    assert not owner.is_held()
+    first.hold()
+    second.hold()
+    # Any number of them, and each as often as it likes.
+    first.hold()
+
+    assert owner.is_held()
+    first.close()
+    assert owner.is_held()
+    first.close()
+
+
+def test_a_hold_is_not_one_s_own_to_see(watches: list[Watch]) -> None:
+    owner, first, second = watches
+    first.hold()
+
+    assert not first.is_held()
+    assert second.is_held()
+    assert owner.is_held()
+
+
+def test_a_hold_ends_with_the_last_copy_of_its_descriptor(
+    watches: list[Watch], fds: list[int]
+) -> None:
+    owner, first, _ = watches
+    first.hold()
+
+    os.close(fds[1])
+    assert owner.is_held()
+    first.close()
+    assert not owner.is_held()
+
+
+def test_an_owner_that_watches_goes_on_watching_when_it_has_closed_the_file(
+    watches: list[Watch], fds: list[int]
+) -> None:
+    owner, first, _ = watches
+    first.hold()
+    os.close(fds[0])
+
+    assert owner.is_held()
+    os.close(fds[1])
+    first.close()
+    assert not owner.is_held()
+
+
+def test_holding_and_owning_are_apart(watches: list[Watch], fds: list[int]) -> None:
+    owner, first, _ = watches
+    rundir.lock(fds[0])
+    assert not owner.is_held()
+    first.hold()
+
+    assert rundir.is_locked(fds[1])
+    rundir.unlock(fds[0])
+    assert not rundir.is_locked(fds[1])
+    assert owner.is_held()
+
+
+def test_a_closed_watch_is_asked_nothing(watches: list[Watch]) -> None:
+    watches[0].close()
+
+    for ask in (watches[0].hold, watches[0].is_held):
+        with pytest.raises(ValueError, match="closed"):
+            ask()
+
+
+HOLDER = """
+import os, sys
+from vllm_bucketsync.rundir import Watch
+watch = Watch(os.open(sys.argv[1], os.O_RDWR))
+watch.hold()
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "ended"])
+def test_the_kernel_forgets_the_hold_of_a_process_that_is_gone(
+    watches: list[Watch], tmp_path: Path, end: str
+) -> None:
+    owner, first, _ = watches
+    with Child(HOLDER, str(tmp_path / "file")) as child:
+        assert not owner.is_held()
+        assert child.line() == "held"
+        assert owner.is_held()
+        child.stop()
+        # A stopped one still has it mapped.
+        assert owner.is_held()
+        child.resume()
+        if end == "killed":
+            child.kill()
+        else:
+            child.tell("")
+        status, errors = child.end()
+
+    assert (status, errors) == (-9 if end == "killed" else 0, "")
+    assert not owner.is_held()
+    first.hold()
+    assert owner.is_held()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import pytest
 import torch
-from support.stepping import SLOT_BYTES, Pairs, byte_pairs, hello, manifest_of
+from support.stepping import SLOT_BYTES, WISH, Pairs, byte_pairs, hello, manifest_of
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import (
@@ -52,7 +52,7 @@ from vllm_bucketsync.messages import (
 from vllm_bucketsync.sender import Sender
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
-from vllm_bucketsync.transport.registry import Choice
+from vllm_bucketsync.transport.registry import Choice, Wish
 from vllm_bucketsync.update import Phase, Update
 
 UNCHANGED, TORN, COMMITTED, UNKNOWN = (
@@ -70,8 +70,9 @@ class NotedSlots(Slots):
         super().__init__(Settings(slot_size=SLOT_BYTES, num_slots=num_slots))
         self.prepared: list[tuple[str, int | None, list[int]]] = []
         self.writes: list[tuple[int, int, bytes]] = []
+        self.flushes: list[tuple[int, int]] = []
         self.num_unlinks = 0
-        self.error: BaseException | None = None
+        self.errors: dict[str, BaseException] = {}
 
     @property
     def handles(self) -> tuple[Handle, ...]:
@@ -81,13 +82,18 @@ class NotedSlots(Slots):
     def regions(self) -> tuple[Region, ...]:
         return tuple(Region(0, i * SLOT_BYTES, SLOT_BYTES) for i in range(self.num_slots))
 
-    def prepare(self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello]) -> None:
-        if self.error is not None:
-            raise self.error
+    def prepare(
+        self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello], wish: Wish
+    ) -> None:
+        if kind in self.errors:
+            raise self.errors[kind]
         self.prepared.append((kind, needed_bytes, [said.rank for said in hellos]))
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:
         self.writes.append((batch, offset_bytes, data.numpy().tobytes()))
+
+    def flush(self, batch: int) -> None:
+        self.flushes.append((batch, len(self.writes)))
 
     def unlink(self) -> None:
         self.num_unlinks += 1
@@ -120,7 +126,6 @@ class Trainer:
         num_workers: int = 2,
         pairs: Pairs = (),
         declared: bool = True,
-        choices: Sequence[str] = ("shm",),
         num_slots: int = 2,
         fail_at: int | None = None,
         is_dry_run: bool = False,
@@ -142,7 +147,7 @@ class Trainer:
                 declared=manifest_of(pairs) if declared else None, tensors=iter(self.tensors)
             ),
             slots=self.slots,
-            choices=[Choice(kind, f"{kind} is here") for kind in choices],
+            wish=WISH,
         )
         self.num_workers = num_workers
 
@@ -427,11 +432,20 @@ def test_a_second_hello_of_one_worker_is_a_fault() -> None:
     assert trainer.kinds(0) == ["Abort"]
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    """Let these be the transports to try, whatever the machine is."""
+    monkeypatch.setattr(
+        "vllm_bucketsync.sender.candidates",
+        lambda wish, hellos: [Choice(kind, f"{kind} is here") for kind in kinds],
+    )
+
+
 @pytest.mark.parametrize("num_fallbacks", [1, 2])
 def test_the_next_transport_is_offered_in_the_same_update_with_nothing_consumed(
-    num_fallbacks: int,
+    num_fallbacks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(choices=("cuda_ipc", "shm"))
+    choose(monkeypatch, "cuda_ipc", "shm")
+    trainer = Trainer()
     trainer.greet()
     trainer.exhaust()
     for rank in range(2):
@@ -460,9 +474,10 @@ def test_the_next_transport_is_offered_in_the_same_update_with_nothing_consumed(
 
 @pytest.mark.parametrize("choices", [("shm",), ("cuda_ipc", "shm")])
 def test_when_no_transport_is_left_nothing_was_written_and_every_reason_is_told(
-    choices: Sequence[str],
+    choices: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(choices=choices)
+    choose(monkeypatch, *choices)
+    trainer = Trainer()
     trainer.greet()
     for kind in choices:
         trainer.exhaust()
@@ -674,11 +689,11 @@ def test_the_reason_of_an_abort_can_always_be_sent(text: str) -> None:
 
 def test_memory_that_cannot_be_had_aborts_before_anything_is_offered() -> None:
     trainer = Trainer()
-    trainer.slots.error = RegionError("full")
+    trainer.slots.errors["shm"] = RegionError("full")
     trainer.greet()
     trainer.exhaust()
 
-    assert trainer.sender.error is trainer.slots.error
+    assert trainer.sender.error is trainer.slots.errors["shm"]
     assert [trainer.kinds(rank) for rank in range(2)] == [["Abort"], ["Abort"]]
     assert trainer.tensors.num_asked == 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.stepping import hello
+from support.stepping import WISH, hello
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import RegionError, UnsupportedError
@@ -35,7 +35,7 @@ def holding(slots: Slots, num_workers: int = 2) -> list[Hello]:
 def prepare(slots: Slots, needed_bytes: int | None, hellos: list[Hello] | None = None) -> str:
     """Prepare shared memory and return its id."""
     said = holding(slots) if hellos is None else hellos
-    slots.prepare("shm", needed_bytes=needed_bytes, hellos=said)
+    slots.prepare("shm", needed_bytes=needed_bytes, hellos=said, wish=WISH)
     return slots.handles[0].id
 
 
@@ -155,7 +155,7 @@ def test_release_gives_the_memory_back_and_the_next_update_takes_it_anew(slots: 
 def test_references_take_one_slot_and_no_memory_also_when_they_are_given_back(
     slots: Slots,
 ) -> None:
-    slots.prepare("inproc", needed_bytes=None, hellos=[hello()])
+    slots.prepare("inproc", needed_bytes=None, hellos=[hello()], wish=WISH)
 
     assert (slots.num_slots, slots.layout.max_entries) == (1, 1)
     assert slots.slot_size_bytes == 0
@@ -164,12 +164,12 @@ def test_references_take_one_slot_and_no_memory_also_when_they_are_given_back(
 
 
 def test_another_transport_gets_memory_of_its_own(slots: Slots) -> None:
-    slots.prepare("inproc", needed_bytes=MIB, hellos=[hello()])
+    slots.prepare("inproc", needed_bytes=MIB, hellos=[hello()], wish=WISH)
     first = slots.handles[0].id
 
     second = prepare(slots, MIB, [hello(regions=(first,))])
 
     assert second != first
     assert (slots.num_slots, slots.slot_size_bytes) == (2, MIB)
-    with pytest.raises(UnsupportedError, match="cuda_ipc"):
-        slots.prepare("cuda_ipc", needed_bytes=MIB, hellos=[hello()])
+    with pytest.raises(UnsupportedError, match="teleport"):
+        slots.prepare("teleport", needed_bytes=MIB, hellos=[hello()], wish=WISH)

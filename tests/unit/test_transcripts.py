@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stepping import (
@@ -96,7 +97,7 @@ def test_one_wrong_field_never_raises_and_never_commits_anything_else(
         return
     sink, memory = KeepingSink(), ReceiverMemory()
     receiver = greeted(memory, sink)
-    watched: Any = WatchedRegion(open_region("shm", slots.handles[0]))
+    watched: Any = WatchedRegion(open_region("shm", slots.handles[0], device=torch.device("cpu")))
     memory.regions[slots.handles[0].id] = watched
 
     for message in wire:

@@ -37,15 +37,22 @@ class OwnedRegion(Protocol):
         """Bytes of memory that the region takes; 0 for references."""
 
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
-        """Put bytes into the region.
+        """Put bytes into the region, or begin to: ``flush`` says when they are there.
 
         Args:
             offset_bytes: Where they go.
-            data: ``[n]``, uint8, contiguous.
+            data: ``[n]``, uint8, contiguous, on any device. On a GPU, its current stream
+                has what it is computed from.
 
         Raises:
             LocalProtocolError: They would not fit, or the region is closed. Nothing was
                 written.
+        """
+
+    def flush(self, slot: int) -> None:
+        """Make sure that readers of a slot see what was written to it.
+
+        Called once for each bucket, before it is announced.
         """
 
     def unlink(self) -> None:
@@ -69,6 +76,15 @@ class OpenedRegion(Protocol):
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that the region takes; 0 for references."""
+
+    def await_writes(self, slot: int) -> None:
+        """Let the current stream see what the sender wrote into a slot.
+
+        Called once for each bucket, before its bytes are viewed.
+
+        Raises:
+            RemoteProtocolError: The region has no such slot.
+        """
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of the region, in place.

@@ -90,6 +90,9 @@ class InprocRegion:
             )
         return data
 
+    def flush(self, slot: int) -> None:
+        """Do nothing: the receiver reads on this thread, and so in the same stream."""
+
     def unlink(self) -> None:
         """Do nothing: the region has no name outside of this process."""
 
@@ -129,6 +132,9 @@ class OpenedInproc:
                 f"only where trainer and worker share one"
             )
         return cls(region)
+
+    def await_writes(self, slot: int) -> None:
+        """Do nothing: the sender wrote on this thread, and so in the same stream."""
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return the very tensor that was written at an offset.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import secrets
@@ -31,6 +30,7 @@ from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError,
 from vllm_bucketsync.messages import ShmHandle
 from vllm_bucketsync.rundir import (
     SEGMENT_SUFFIX,
+    Watch,
     create_file,
     is_locked,
     lock,
@@ -39,14 +39,12 @@ from vllm_bucketsync.rundir import (
 )
 
 from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
-from .slots import choose_slot_size, shrink_slot_size
+from .pinned import HostCopies, Pin
+from .slots import create_shrinking
 
-# What creating, or growing, a file of a size that cannot be had fails with.
-_NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG})
 # Page tables are filled at once: a first touch costs ten times a later one.
 _MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-
-logger = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 
 
 class ShmRegion:
@@ -64,6 +62,7 @@ class ShmRegion:
         self._fd: int | None = fd
         self._directory = directory
         self._data: torch.Tensor | None = _data_of(memory, handle.num_bytes)
+        self._copies: HostCopies | None = None
 
     @classmethod
     def create(cls, num_bytes: int, *, directory: str) -> ShmRegion:
@@ -112,7 +111,8 @@ class ShmRegion:
 
         Args:
             offset_bytes: Where they go, a multiple of ``ALIGNMENT_BYTES``.
-            data: ``[n]``, uint8, contiguous, on the CPU.
+            data: ``[n]``, uint8, contiguous, on any device. From a GPU it is only
+                begun: ``flush`` waits for it.
 
         Raises:
             LocalProtocolError: They would not fit, or the region is closed. Nothing was
@@ -127,8 +127,23 @@ class ShmRegion:
             # On one thread, whatever torch is set to: its pools, in two processes that
             # share their cores, wait for each other (seen: ten times slower on two cores).
             ctypes.memmove(target.data_ptr(), data.data_ptr(), size)
+        elif data.is_cuda:
+            if self._copies is None:
+                self._copies = HostCopies(Pin.of(self._data, device=data.device))
+            self._copies.copy(target, data)
         else:
             target.copy_(data)
+
+    def flush(self, slot: int) -> None:
+        """Wait for what was written from a GPU, whatever the slot: readers see it then."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def watch(self) -> Watch:
+        """Return what tells whether a receiver still holds the region."""
+        if self._fd is None:
+            raise LocalProtocolError(f"region {self.handle.id} was watched after its end")
+        return Watch(self._fd)
 
     def unlink(self) -> None:
         """Remove the file: every receiver has opened it. Idempotent."""
@@ -139,10 +154,12 @@ class ShmRegion:
         if self._fd is None:
             return
         self.unlink()
+        if self._copies is not None:
+            self._copies.close()
         # The mapping holds a copy of the descriptor, and somebody may hold the mapping.
         unlock(self._fd)
         os.close(self._fd)
-        self._fd = self._data = None
+        self._fd = self._data = self._copies = None
         remove_dir_if_empty(self._directory)
 
     def __enter__(self) -> Self:
@@ -170,10 +187,16 @@ class OpenedShm:
         self.held_bytes = HEADER_BYTES + handle.num_bytes
         self._fd: int | None = fd
         self._data: torch.Tensor | None = _data_of(memory, handle.num_bytes)
+        self._pin: Pin | None = None
 
     @classmethod
-    def open(cls, handle: ShmHandle) -> OpenedShm:
+    def open(cls, handle: ShmHandle, *, device: torch.device = _CPU) -> OpenedShm:
         """Map a region, after making sure that it is the one that was meant.
+
+        Args:
+            handle: What the sender offers.
+            device: What the bytes will be copied to. For a GPU the memory is pinned,
+                where that is possible.
 
         Raises:
             RegionError: It is not there, not ours, or not what the handle says. Nothing
@@ -188,10 +211,32 @@ class OpenedShm:
                 f"must see the same directory, and run as the same user"
             ) from error
         try:
-            return cls(fd, handle=handle, memory=_map_checked(fd, handle))
+            opened = cls(fd, handle=handle, memory=_map_checked(fd, handle))
         except BaseException:
             os.close(fd)
             raise
+        if device.type == "cuda" and opened._data is not None:
+            opened._pin = Pin.of(opened._data, device=device)
+        return opened
+
+    def await_writes(self, slot: int) -> None:
+        """Do nothing: a slot is announced when its bytes are there."""
+
+    def hold(self) -> Watch:
+        """Return a hold on the region, which its owner can see; closed by the caller.
+
+        Raises:
+            RegionError: The file system cannot do it.
+        """
+        if self._fd is None:
+            raise LocalProtocolError(f"region {self.id} was held after it was closed")
+        watch = Watch(self._fd)
+        try:
+            watch.hold()
+        except OSError as error:
+            watch.close()
+            raise RegionError(f"region {self.id} cannot be held: {error}") from error
+        return watch
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of the region, in place; see ``OpenedRegion``."""
@@ -210,8 +255,10 @@ class OpenedShm:
         """Let the region go. Idempotent. Views that somebody kept stay readable."""
         if self._fd is None:
             return
+        if self._pin is not None:
+            self._pin.undo()
         os.close(self._fd)
-        self._fd = self._data = None
+        self._fd = self._data = self._pin = None
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -239,16 +286,11 @@ def create_slots(settings: Settings, needed_bytes: int | None) -> tuple[ShmRegio
         ConfigError: The directory cannot be used.
         RegionError: Not even the smallest slots can be had. Nothing is left behind.
     """
-    size = choose_slot_size(settings, needed_bytes)
-    while True:
-        try:
-            return ShmRegion.create(size * settings.num_slots, directory=settings.dir), size
-        except RegionError as error:
-            smaller = shrink_slot_size(settings, size)
-            if error.errno not in _NO_ROOM or smaller is None:
-                raise
-        logger.info("slots of %d bytes cannot be had; trying %d", size, smaller)
-        size = smaller
+
+    def make(num_bytes: int) -> ShmRegion:
+        return ShmRegion.create(num_bytes, directory=settings.dir)
+
+    return create_shrinking(settings, needed_bytes, make=make)
 
 
 def _data_of(memory: mmap.mmap, num_bytes: int) -> torch.Tensor:

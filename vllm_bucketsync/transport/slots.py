@@ -1,15 +1,27 @@
-"""How large a slot is: the rule alone, without the memory."""
+"""How large a slot is, and what happens where there is no memory for that."""
 
 from __future__ import annotations
 
-from vllm_bucketsync.config import MIN_SHRUNK_SLOT_SIZE_BYTES, Settings
-from vllm_bucketsync.layout import aligned
+import errno
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..config import MIN_SHRUNK_SLOT_SIZE_BYTES, Settings
+from ..errors import RegionError
+from ..layout import aligned
 
 # Every update is to be cut into so many buckets for each slot: while the first is
 # packed nothing is loaded, and while the last is loaded nothing is packed.
 BUCKETS_PER_SLOT = 4
 # A default slot is not cut smaller than this for the sake of overlap.
 MIN_OVERLAP_SLOT_BYTES = 16 * 1024**2
+# What memory that cannot be had fails with, on a file system or on a device.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG})
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 def choose_slot_size(settings: Settings, needed_bytes: int | None) -> int:
@@ -42,3 +54,44 @@ def shrink_slot_size(settings: Settings, slot_size_bytes: int) -> int | None:
     if settings.slot_size is not None or slot_size_bytes <= MIN_SHRUNK_SLOT_SIZE_BYTES:
         return None
     return max(aligned(slot_size_bytes // 2), MIN_SHRUNK_SLOT_SIZE_BYTES)
+
+
+def create_shrinking(
+    settings: Settings,
+    needed_bytes: int | None,
+    *,
+    make: Callable[[int], T],
+    on_full: Callable[[], None] | None = None,
+) -> tuple[T, int]:
+    """Make memory for all slots, smaller ones where it has to be.
+
+    Args:
+        settings: Slot size and number of slots.
+        needed_bytes: Bytes of the whole update with alignment; ``None`` where a stream
+            did not say.
+        make: Makes memory of so many bytes, or raises ``RegionError``.
+        on_full: Called once, before anything shrinks: it may make room.
+
+    Returns:
+        What was made, and the size of a slot in bytes.
+
+    Raises:
+        RegionError: It failed for another reason than room, or not even the smallest
+            slots can be had.
+    """
+    size = choose_slot_size(settings, needed_bytes)
+    while True:
+        try:
+            return make(size * settings.num_slots), size
+        except RegionError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            smaller = shrink_slot_size(settings, size)
+            if on_full is None and smaller is None:
+                raise
+        if on_full is not None:
+            on_full()
+            on_full = None
+        elif smaller is not None:
+            logger.info("slots of %d bytes cannot be had; trying %d", size, smaller)
+            size = smaller

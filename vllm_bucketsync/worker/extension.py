@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import serve
 from ..errors import UnsupportedError
+from ..transport.devices import uuid_of
 from . import sleeps
 from .lora.shelf import find_shelf
 from .lora.sink import AdapterSink
@@ -61,6 +62,7 @@ class WorkerExtension:
             dp_index=getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0),
             world_size=worker.vllm_config.parallel_config.world_size,
             device=str(worker.device),
+            device_uuid=uuid_of(worker.device),
         )
 
     def update_weights_from_bucket(self, offer: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +119,10 @@ class WorkerExtension:
             return serve.status(worker) | {"adapters": [] if shelf is None else shelf.status()}
 
         return self._bucketsync_answer(status)
+
+    def bucketsync_probe(self) -> dict[str, Any]:
+        """Return which transports this worker may be able to use, and by what that is told."""
+        return self._bucketsync_answer(serve.probe)
 
     def bucketsync_release(self) -> dict[str, Any]:
         """Close the shared memory that is kept between updates."""
