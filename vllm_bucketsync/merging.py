@@ -18,7 +18,7 @@ from .errors import AdapterConfigError, SourceError
 from .layout import TensorMeta
 from .names import Names
 from .peft_models import carries_adapter, peft_model
-from .sources import Source, declare
+from .sources import Source, declare, open_source
 from .tensors import SeenTensors, check_sendable, describe
 
 _Table = Mapping[str, torch.Tensor | None]
@@ -41,6 +41,31 @@ class _Place:
     leaf: str
     is_buffer: bool = False
     layers: tuple[Any, ...] = field(default=())
+
+
+def open_weights(
+    given: object, *, rename: Callable[[str], str] | None = None, merge: bool = False
+) -> Source:
+    """Turn what a user gave to ``push`` into a source.
+
+    Args:
+        given: See ``open_source``; with ``merge``, a PEFT model.
+        rename: See ``open_source``.
+        merge: Send merged weights.
+
+    Raises:
+        SourceError: It cannot be sent, or is a PEFT model without ``merge``.
+        AdapterConfigError: See ``open_merged``.
+    """
+    if merge:
+        return open_merged(given, rename=rename)
+    model = peft_model(given)
+    if model is not None and any(map(carries_adapter, model.modules())):
+        raise SourceError(
+            "a PEFT model was given; push_lora sends its adapter, and push(…, merge=True) the "
+            "weights that it gives when it is merged; nothing was sent"
+        )
+    return open_source(given, rename=rename)
 
 
 def open_merged(given: object, *, rename: Callable[[str], str] | None = None) -> Source:

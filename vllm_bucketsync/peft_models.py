@@ -8,7 +8,7 @@ adapter's name and without what trainers wrap models in.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -197,11 +197,6 @@ def _plain(value: object) -> object:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     return str(value)
-
-
-def layers_of(model: Any) -> Iterator[Any]:
-    """Yield the modules of a model that carry adapters."""
-    return (module for module in model.modules() if carries_adapter(module))
 
 
 def carries_adapter(module: Any) -> bool:

@@ -31,7 +31,7 @@ from .tensors import (
     meta_of,
 )
 
-__all__ = ["Source", "byte_view", "declare", "meta_of", "open_source"]
+__all__ = ["Source", "byte_view", "declare", "meta_of", "open_source", "read_metas"]
 
 Rename = Callable[[str], str]
 _Table = Mapping[str, torch.Tensor | None]
@@ -106,6 +106,13 @@ def open_source(given: object, *, rename: Rename | None = None) -> Source:
         f"a {_kind(given)} was given; expected a module, a state_dict, (name, tensor) pairs, or "
         f"the path of a checkpoint"
     )
+
+
+def read_metas(source: Source) -> Source:
+    """Read a stream to its end for what it would send; its tensors are dropped."""
+    with closing(source):
+        manifest = Manifest([meta for meta, _ in source.tensors])
+    return Source(declared=manifest, tensors=iter(()))
 
 
 def _open_module(module: nn.Module, names: Names) -> Source:

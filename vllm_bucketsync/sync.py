@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from .adapters import spec_of
 from .arguments import check_name, check_patterns, check_pause, check_version, is_count
-from .asking import Asking, Progress, RpcCall, UpdateCall
+from .asking import Asking, Progress, RpcCall, UpdateCall, ask_each
 from .channel import Listener
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
@@ -27,18 +27,16 @@ from .errors import (
     ConfigError,
     EngineBusyError,
     EngineUnreachableError,
-    SourceError,
     from_wire,
 )
-from .layout import Manifest
-from .merging import open_merged
+from .merging import open_weights
 from .outcome import after_commit, check_calls, explained
-from .peft_models import layers_of, open_adapter, peft_model
+from .peft_models import open_adapter
 from .report import AdapterReport, PushReport, adapter_report_of, report_of
 from .rundir import remove_stale
 from .sender import Sender
 from .slots import Slots
-from .sources import Source, open_source
+from .sources import Source, read_metas
 from .streams import leave_thread, wait_for_trainer
 from .transfer import run_linked, run_remote
 from .transport.registry import Wish, reclaim
@@ -170,7 +168,7 @@ class WeightSync:
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns = check_patterns(partial)
             self._check_ready()
-            opened = open_merged(source, rename=rename) if merge else _open(source, rename)
+            opened = open_weights(source, rename=rename, merge=merge)
             sender = self._give(
                 opened, asking, version=check_version(version), partial=patterns, is_dry_run=dry_run
             )
@@ -267,7 +265,8 @@ class WeightSync:
         timeout_s = self._settings.connect_timeout_s
         with self._exclusively():
             self._check_ready()
-            answers = self._ask_each(
+            answers = ask_each(
+                self._engines,
                 lambda engine: engine.remove_adapter(called, timeout_s=timeout_s),
                 what=f"to forget adapter {called!r}",
                 # The drain has the same deadline, and says it better.
@@ -421,7 +420,7 @@ class WeightSync:
     def _give(self, source: Source, asking: Asking, *, is_dry_run: bool, **what: Any) -> Sender:
         """Run one update of ``source``; ``what`` is the rest of an ``Update``."""
         if is_dry_run and source.declared is None:
-            source = _read_metas(source)
+            source = read_metas(source)
         update = Update(
             update_id=secrets.token_hex(8),
             token=secrets.token_hex(16),
@@ -514,51 +513,13 @@ class WeightSync:
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
-        found = self._ask_each(
+        found = ask_each(
+            self._engines,
             lambda engine: engine.call(method),
             what=method,
             timeout_s=self._settings.connect_timeout_s,
         )
         return sorted(found, key=lambda one: (one["engine"], one["dp_index"], one["rank"]))
-
-    def _ask_each(
-        self, call: Callable[[Engine], list[Any]], *, what: str, timeout_s: float
-    ) -> list[dict[str, Any]]:
-        found = []
-        for index, engine in enumerate(self._engines):
-            if engine.is_in_process:
-                answers = call(engine)
-            else:
-                answers = _wait(engine, call, what=what, timeout_s=timeout_s)
-            found += [answer | {"engine": index} for answer in answers]
-        return found
-
-
-def _open(source: object, rename: Callable[[str], str] | None) -> Source:
-    model = peft_model(source)
-    if model is not None and any(layers_of(model)):
-        raise SourceError(
-            "a PEFT model was given; push_lora sends its adapter, and push(…, merge=True) the "
-            "weights that it gives when it is merged; nothing was sent"
-        )
-    return open_source(source, rename=rename)
-
-
-def _wait(
-    engine: Engine, call: Callable[[Engine], list[Any]], *, what: str, timeout_s: float
-) -> list[Any]:
-    asked = RpcCall(functools.partial(call, engine))
-    if not asked.wait(timeout_s):
-        raise EngineBusyError(
-            f"{engine.name} did not answer {what} within {timeout_s:g} s; it is busy"
-        )
-    if isinstance(asked.error, BucketSyncError):
-        raise asked.error
-    if asked.error is not None:
-        raise EngineUnreachableError(
-            f"{what} failed on {engine.name}: {asked.error}", url=engine.name
-        ) from asked.error
-    return asked.result or []
 
 
 def _can_be_asked(engine: Engine) -> bool:
@@ -576,10 +537,3 @@ def _can_be_asked(engine: Engine) -> bool:
         logger.debug("%s cannot be asked here: %s", engine.name, error)
         return False
     return True
-
-
-def _read_metas(source: Source) -> Source:
-    """Read a stream to its end for what it would send; its tensors are dropped."""
-    with contextlib.closing(source):
-        manifest = Manifest([meta for meta, _ in source.tensors])
-    return Source(declared=manifest, tensors=iter(()))
