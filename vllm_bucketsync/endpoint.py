@@ -23,7 +23,6 @@ from fastapi.responses import JSONResponse
 from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
-from .adapters import is_ours
 from .clients import online
 from .clients.base import (
     RELEASE_METHOD,
@@ -34,7 +33,7 @@ from .clients.base import (
     UpdateRequest,
     verdict,
 )
-from .errors import AdapterError, BucketSyncError, ChannelTimeoutError, EngineState, to_wire
+from .errors import BucketSyncError, ChannelTimeoutError, EngineState, to_wire
 from .messages import (
     MAX_ADAPTER_NAME_CHARS,
     MAX_VERSION_CHARS,
@@ -42,6 +41,7 @@ from .messages import (
     AdapterSpec,
 )
 from .serve import Offer, Seconds
+from .served_names import Names
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +104,12 @@ class _State:
         metrics: On the server's own ``/metrics``.
         pause: Whether the engine is paused because an update left it so.
         running: The update that runs, if there is one; nobody may be waiting for it.
-        models: vLLM's ``OpenAIServingModels``: the names that requests can have.
+        names: Of adapters, as requests can have them.
     """
 
     def __init__(self, engine: Any, models: Any = None) -> None:
         self.engine = engine
-        self.models = models
+        self.names = Names(models)
         self.metrics = _metrics()
         self.pause = OwnPause()
         self.running: set[asyncio.Task[Any]] = set()
@@ -194,7 +194,7 @@ async def update(request: Request) -> Any:
     state = _state(request)
     body = await _body(request, _Update)
     _require_extension(state)
-    refusal = None if body.adapter is None else _refusal_of_name(state, body.adapter)
+    refusal = None if body.adapter is None else state.names.refusal(body.adapter)
     if refusal is not None:
         return _typed(refusal)
     answer = await _seen_through(state, _run(state, body))
@@ -228,24 +228,6 @@ async def _seen_through(state: _State, work: Coroutine[Any, Any, T]) -> T:
         raise HTTPException(502, text) from error
 
 
-def _refusal_of_name(state: _State, adapter: AdapterSpec) -> AdapterError | None:
-    """Return why requests could not have an adapter's name, before workers are asked."""
-    if state.models is None or not hasattr(state.models, "lora_requests"):
-        why = "this server keeps no names of adapters"
-    elif state.models.is_base_model(adapter.name):
-        why = "this server's base model has that name"
-    else:
-        other = state.models.lora_requests.get(adapter.name)
-        if other is None or is_ours(other.lora_path):
-            return None
-        why = f"this server has that name for the adapter in {other.lora_path!r}"
-    return AdapterError(
-        f"adapter {adapter.name!r} cannot be served: {why}; nothing was changed; give it another "
-        f"name",
-        adapter=adapter.name,
-    )
-
-
 def _typed(error: BucketSyncError) -> JSONResponse:
     """Return an error as data: vLLM makes one text of what an HTTPException says."""
     code, message, details = to_wire(error)
@@ -253,29 +235,13 @@ def _typed(error: BucketSyncError) -> JSONResponse:
     return JSONResponse({"detail": wire}, status_code=422)
 
 
-def _register(state: _State, adapter: AdapterSpec) -> None:
-    """Let requests have an adapter's name: every rank of every replica has it now."""
-    from vllm.lora.request import LoRARequest
-
-    state.models.lora_requests[adapter.name] = LoRARequest(
-        lora_name=adapter.name,
-        lora_int_id=adapter.lora_int_id,
-        lora_path=adapter.lora_path,
-    )
-
-
 async def _remove(state: _State, body: _Remove) -> list[Any]:
     """Take the name away first, so that no new request comes for it."""
-    names = {} if state.models is None else state.models.lora_requests
-    known = names.get(body.name)
-    is_known = known is not None and is_ours(known.lora_path)
-    if is_known:
-        del names[body.name]
+    known = state.names.forget(body.name)
     try:
         return await online.remove_adapter(state.engine, body.name, timeout_s=body.timeout_s)
     except ChannelTimeoutError:
-        if is_known:
-            names[body.name] = known
+        state.names.restore(body.name, known)
         raise
 
 
@@ -299,7 +265,7 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
         seconds = time.monotonic() - begin_s
         state.metrics.note(answer.results, version=request.weight_version, seconds=seconds)
         if body.adapter is not None and verdict(answer.results) is EngineState.COMMITTED:
-            _register(state, body.adapter)
+            state.names.register(body.adapter)
     return answer
 
 

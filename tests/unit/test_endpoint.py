@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 
 from vllm_bucketsync.endpoint import MAX_BODY_BYTES, Endpoint
 from vllm_bucketsync.messages import PROTOCOL_VERSION
+from vllm_bucketsync.served_names import Names
 
 OFFER = {
     "protocol": PROTOCOL_VERSION,
@@ -427,7 +428,7 @@ class FakeModels:
 @pytest.fixture
 def models(server: TestClient) -> FakeModels:
     found = FakeModels()
-    server.app.state.bucketsync.models = found  # type: ignore[attr-defined]
+    server.app.state.bucketsync.names = Names(found)  # type: ignore[attr-defined]
     return found
 
 
@@ -477,7 +478,7 @@ def test_a_name_that_stands_for_something_else_is_refused_before_workers_are_ask
         assert answer.status_code == 422
         detail = answer.json()["detail"]
         assert (detail["code"], detail["details"]["adapter"]) == ("adapter", name)
-    server.app.state.bucketsync.models = None  # type: ignore[attr-defined]
+    server.app.state.bucketsync.names = Names(None)  # type: ignore[attr-defined]
     assert server.post("update", json=ADAPTER).json()["detail"]["code"] == "adapter"
     assert engine.asked == []
 
