@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from vllm_bucketsync.messages import Open
 from vllm_bucketsync.sinks import Piece
 from vllm_bucketsync.worker import sleeps
 from vllm_bucketsync.worker.lora import shelf
-from vllm_bucketsync.worker.lora.sink import AdapterSink
+from vllm_bucketsync.worker.lora.sink import AdapterSink, in_host_memory, parts_of_one_copy
 from vllm_bucketsync.worker.weights import WeightSink
 
 
@@ -216,6 +217,43 @@ def test_a_worker_whose_weights_are_asleep_takes_no_adapter(
 
     with pytest.raises(EngineAsleepError, match=r"wake_up\(tags=\['weights'\]\)"):
         put(llm, tensors_of(1))
+
+
+def test_an_adapter_is_removed_from_a_worker_that_sleeps_without_a_write_to_its_slot(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(llm, tensors_of(1))
+    module = adapters.manager_of(llm).modules["model.layers.0.mlp.down_proj"]
+    written: list[int] = []
+    monkeypatch.setattr(module, "reset_lora", written.append)
+
+    kept = shelf.shelf_of(engines.worker_of(llm))
+    assert kept.remove("policy", is_asleep=True)
+    assert (written, adapters.manager_of(llm).list_adapters()) == ([], {})
+    monkeypatch.undo()
+    put(llm, tensors_of(1))
+    assert kept.remove("policy")
+
+
+def test_a_bucket_on_a_device_is_copied_once_for_all_that_it_holds() -> None:
+    bucket = torch.arange(4096, dtype=torch.int16).view(torch.uint8)
+    metas = metas_of({"a": torch.ones(100, dtype=torch.int16), "b": torch.ones(3)})
+    slots = [bucket[512:712], bucket[768:780]]
+    pieces = [
+        Piece(index=index, meta=meta, first_byte=0, data=data)
+        for index, (meta, data) in enumerate(zip(metas, slots, strict=True))
+    ]
+    assert in_host_memory(pieces) is None
+
+    elsewhere = replace(pieces[0], data=bucket[512:712].clone())
+    far = replace(pieces[0], data=bucket[7168:7368])
+    for given in (pieces, [*pieces, elsewhere], [*pieces, far]):
+        found = parts_of_one_copy(given)
+        assert [bytes_of(one.data) for one in found] == [bytes_of(one.data) for one in given]
+        storages = {one.data.untyped_storage().data_ptr() for one in found}
+        assert bucket.untyped_storage().data_ptr() not in storages
+        assert len(storages) == (1 if given is pieces else 3)
+    assert found[0].tensor().shape == (100,)
 
 
 def test_a_config_that_is_none_is_refused(llm: Any) -> None:

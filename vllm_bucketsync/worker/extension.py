@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import serve
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
-from . import sleeps
+from . import guards, sleeps
 from .lora.shelf import find_shelf
 from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
@@ -101,7 +101,8 @@ class WorkerExtension:
 
         def remove(worker: serve.Worker) -> serve.Result:
             shelf = find_shelf(self)
-            was_held = shelf is not None and shelf.remove(name)
+            is_asleep = guards.weights_are_asleep(self)
+            was_held = shelf is not None and shelf.remove(name, is_asleep=is_asleep)
             return {
                 "rank": worker.rank,
                 "dp_index": worker.dp_index,

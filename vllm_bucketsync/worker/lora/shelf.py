@@ -148,11 +148,16 @@ class Shelf:
         self._kept[kept.spec.lora_int_id] = kept
         self._missing.discard(kept.spec.lora_int_id)
 
-    def remove(self, name: str) -> bool:
-        """Forget an adapter, and return whether it was here."""
+    def remove(self, name: str, *, is_asleep: bool = False) -> bool:
+        """Forget an adapter, and return whether it was here.
+
+        Args:
+            name: The adapter.
+            is_asleep: Its slot's memory is not there: do not write to it.
+        """
         found = [number for number, kept in self._kept.items() if kept.spec.name == name]
         for number in found:
-            take_out(self._manager, number)
+            take_out(self._manager, number, may_write=not is_asleep)
             del self._kept[number]
         return bool(found)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...errors import AdapterConfigError, AdapterError, AdapterTensorError, EngineState
-from ...layout import Manifest, TensorMeta
+from ...layout import Manifest, TensorMeta, aligned
 from ...messages import Open
 from ...sinks import Piece, SinkReport
 from .. import compat, guards
@@ -66,11 +67,13 @@ class AdapterSink:
 
     def load(self, pieces: Sequence[Piece]) -> None:
         """Clone one bucket's tensors into private memory, in the engine's dtype."""
-        for piece in pieces:
+        hosted = in_host_memory(pieces)
+        for piece in pieces if hosted is None else hosted:
             self._metas[piece.index] = piece.meta
             if piece.is_whole:
                 # A copy even where dtype and device agree: the bucket is filled again.
-                self._whole[piece.index] = piece.tensor().to("cpu", self._dtype, copy=True)
+                is_ours = hosted is not None
+                self._whole[piece.index] = piece.tensor().to(self._dtype, copy=not is_ours)
             else:
                 self._add_fragment(piece)
 
@@ -207,3 +210,31 @@ class AdapterSink:
                 f"nothing was changed",
                 adapter=self._name,
             ) from error
+
+
+def in_host_memory(pieces: Sequence[Piece]) -> list[Piece] | None:
+    """Return the pieces of a bucket on a device as parts of one private copy of it.
+
+    One copy for all of them, since each takes as long as a few hundred KiB. ``None`` where
+    they are in host memory already, which is the bucket's own.
+    """
+    if all(piece.data.device.type == "cpu" for piece in pieces):
+        return None
+    return parts_of_one_copy(pieces)
+
+
+def parts_of_one_copy(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces of one bucket as views of one new tensor on the host."""
+    offsets = [int(piece.data.storage_offset()) for piece in pieces]
+    ends = [offset + piece.data.numel() for offset, piece in zip(offsets, pieces, strict=True)]
+    start, num_bytes = min(offsets), sum(aligned(piece.data.numel()) for piece in pieces)
+    storages = {piece.data.untyped_storage().data_ptr() for piece in pieces}
+    if len(storages) > 1 or max(ends) - start > num_bytes:
+        # References to the trainer's own tensors, wherever those are.
+        return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
+    bucket = pieces[0].data.as_strided((max(ends) - start,), (1,), start)
+    copied = bucket.to("cpu", copy=True)
+    return [
+        replace(piece, data=copied[offset - start : end - start])
+        for piece, offset, end in zip(pieces, offsets, ends, strict=True)
+    ]

@@ -89,17 +89,22 @@ def swap(manager: Any, model: Any, *, pins: Pins | None = None) -> None:
         raise
 
 
-def take_out(manager: Any, lora_int_id: int) -> None:
+def take_out(manager: Any, lora_int_id: int, *, may_write: bool = True) -> None:
     """Remove an adapter from vLLM's caches, and its weights from its slot.
 
     vLLM itself only calls the slot free. What is left there is not harmless: on a CPU,
     requests without an adapter are computed with the last slot and the others in a batch.
+
+    Args:
+        manager: vLLM's ``LRUCacheLoRAModelManager``.
+        lora_int_id: The adapter.
+        may_write: The slots are in memory that is there.
     """
     slot = _slot_of(manager, lora_int_id)
     manager.remove_adapter(lora_int_id)
     # A batch of the same requests must not miss that slots have changed.
     manager._last_mapping = None
-    if slot is not None:
+    if slot is not None and may_write:
         _empty(manager, slot)
 
 
