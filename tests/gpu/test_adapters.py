@@ -65,7 +65,8 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     root = tmp_path_factory.mktemp("adapters")
     base = tiny_models.save_checkpoint("qwen3", root / "base", seed=0)
-    settings = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    settings |= {"max_loras": 2, "max_cpu_loras": 2}
     with running(base, enforce_eager=request.param, **settings) as llm:
         truth = {0: outputs_of(llm)}
         for seed in SEEDS:
