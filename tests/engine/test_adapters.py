@@ -513,17 +513,3 @@ def test_embeddings_and_heads_take_adapters_too(stage: Stage, sync: WeightSync) 
     short = {name: one[:, :-1] if "_A" in name else one for name, one in tensors.items()}
     with pytest.raises(AdapterTensorError, match=r"expected \[4, 500\], got \[4, 499\]"):
         sync.push_lora((short, model.peft_config["default"]), name="policy", version=2)
-
-
-def test_an_engine_without_lora_says_how_to_start_it(
-    checkpoint: Callable[[str, int], Path],
-) -> None:
-    with (
-        engines.running_engine(checkpoint("qwen3", 0), worker_extension_cls=EXTENSION) as llm,
-        WeightSync(llm) as sync,
-    ):
-        with pytest.raises(AdapterConfigError, match="--enable-lora") as caught:
-            sync.push_lora(peft_model(1), name="policy", version=1)
-        assert caught.value.setting == "enable_lora"
-        assert sync.status()[0]["adapters"] == []
-        assert not sync.remove_lora("policy")

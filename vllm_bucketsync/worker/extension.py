@@ -15,7 +15,7 @@ from .. import serve
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
 from . import guards, sleeps
-from .lora.shelf import find_shelf
+from .lora.shelf import find_shelf, shelf_of
 from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
 
@@ -40,6 +40,9 @@ class WorkerExtension:
         worker: Any = self
         memory = WeightMemory()
         watched = sleeps.watch(worker)
+        if worker.vllm_config.lora_config is not None:
+            # From now on: a request may be older than this worker, and name one of ours.
+            shelf_of(worker)
 
         def make_sink(opened: Open) -> Sink:
             if opened.kind == "adapter":

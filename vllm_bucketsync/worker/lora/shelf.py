@@ -258,6 +258,6 @@ def shelf_of(worker: Any) -> Shelf:
 
 
 def find_shelf(worker: Any) -> Shelf | None:
-    """Return a worker's shelf, or ``None`` where no adapter was ever pushed."""
+    """Return a worker's shelf, or ``None`` where none was made, as without LoRA."""
     owner = getattr(worker.model_runner, "lora_manager", None)
     return None if owner is None else vars(owner).get(_KEY)
