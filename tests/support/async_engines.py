@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -83,11 +84,19 @@ def running_async(checkpoint: Path, *, num_ranks: int = 1, **settings: Any) -> I
             try:
                 yield Running(loop, llm)
             finally:
-                loop.call_soon_threadsafe(llm.shutdown)
+                asyncio.run_coroutine_threadsafe(_end(llm), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+        # vLLM leaves sockets to the garbage collector: here, where their warnings are ignored.
+        gc.collect()
+
+
+async def _end(llm: Any) -> None:
+    llm.shutdown()
+    # vLLM leaves its ZeroMQ context to the garbage collector, which warns.
+    llm.engine_core.resources.ctx.destroy(linger=0)
 
 
 async def _start(checkpoint: Path, **settings: Any) -> Any:
