@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import vllm_bucketsync
+
 SCRIPT = """
 import logging
 from vllm.plugins import load_general_plugins
@@ -13,6 +15,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 logging.getLogger("vllm_bucketsync").setLevel(logging.DEBUG)
 logging.getLogger("vllm_bucketsync").addHandler(logging.StreamHandler())
 load_general_plugins()
+from vllm_bucketsync.probe import own_probe
+print(own_probe.cache_info().misses, own_probe().kind)
 print(resolve_obj_by_qualname("vllm_bucketsync.WorkerExtension").__module__)
 """
 
@@ -22,6 +26,10 @@ def test_vllm_loads_the_plugin_and_resolves_the_extension() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
     )
 
-    assert "is loaded" in result.stderr
+    *_, probed, module = result.stdout.splitlines()
+    # Before anybody asked.
+    misses, kind = probed.split()
+    assert misses == "1"
+    assert f"{vllm_bucketsync.__version__}: {kind}, since " in result.stderr
     assert "Failed to load plugin bucketsync" not in result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1] == "vllm_bucketsync.worker.extension"
+    assert module == "vllm_bucketsync.worker.extension"

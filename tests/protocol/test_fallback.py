@@ -215,6 +215,8 @@ def test_what_failed_is_not_tried_again_with_the_same_workers(
         assert ipc.events == ["first tensor"] * 2
         assert [one["transport_reason"] for one in sync.status()] == [first.transport_reason] * 2
     assert falls(caplog) == [f"falling back to shm: {first.transport_reason}"]
+    told = [r for r in caplog.records if r.name == receiver.__name__]
+    assert len(told) == (2 if ipc.open_error is not None else 0)
 
 
 def test_what_failed_is_tried_again_when_a_worker_is_a_new_one(

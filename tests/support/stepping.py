@@ -43,14 +43,24 @@ Pairs = Sequence[tuple[TensorMeta, torch.Tensor]]
 
 
 class WatchedRegion:
-    """A region that takes note of every view, and passes it on."""
+    """A region that takes note of every view, and passes it on.
+
+    Attributes:
+        views: Offset and length of each.
+        awaited: Each slot that was waited for, with how many views there were before.
+    """
 
     def __init__(self, region: OpenedRegion) -> None:
         self._region = region
         self.views: list[tuple[int, int]] = []
+        self.awaited: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._region, name)
+
+    def await_writes(self, slot: int) -> None:
+        self.awaited.append((slot, len(self.views)))
+        self._region.await_writes(slot)
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         self.views.append((offset_bytes, num_bytes))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import vllm_bucketsync
 
 FORBIDDEN = [
     ("vllm_bucketsync", {"torch", "vllm", "zmq", "msgspec", "httpx", "rich"}),
     ("vllm_bucketsync.plugin", {"torch", "vllm", "zmq", "msgspec", "httpx", "rich"}),
+    ("vllm_bucketsync.probe", {"torch", "vllm", "zmq", "pynvml", "cuda"}),
     ("vllm_bucketsync.errors", {"torch", "vllm", "zmq", "msgspec"}),
     ("vllm_bucketsync.layout", {"torch", "vllm", "zmq"}),
     ("vllm_bucketsync.config", {"torch", "vllm", "zmq"}),
@@ -51,3 +56,12 @@ def test_the_trainer_s_side_works_where_vllm_is_missing() -> None:
     script = "import sys; sys.modules['vllm'] = None; from vllm_bucketsync import WeightSync"
 
     assert run(script) == ""
+
+
+def test_nothing_calls_what_a_device_without_cuda_ipc_cannot_do() -> None:
+    package = Path(vllm_bucketsync.__file__).parent
+
+    for path in package.rglob("*.py"):
+        names = {getattr(node, "attr", None) for node in ast.walk(ast.parse(path.read_text()))}
+        texts = {getattr(node, "value", None) for node in ast.walk(ast.parse(path.read_text()))}
+        assert "ipc_collect" not in names | {text for text in texts if isinstance(text, str)}, path

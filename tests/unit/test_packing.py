@@ -170,3 +170,27 @@ def test_how_far_it_has_come_is_told_with_the_last_tensor(slots: Slots) -> None:
     assert packing.describe() == "bucket 3 (tensor 2 of 2, t1)"
     streamed, _ = pack(slots, pairs)
     assert streamed.describe() == "bucket 3 (tensor 2, t1)"
+
+
+def test_a_bucket_is_flushed_between_its_last_byte_and_its_announcement(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, int]] = []
+    write = slots.write
+
+    def noted_write(batch: int, offset_bytes: int, data: torch.Tensor) -> None:
+        events.append(("write", batch))
+        write(batch, offset_bytes, data)
+
+    monkeypatch.setattr(slots, "write", noted_write)
+    monkeypatch.setattr(slots, "flush", lambda batch: events.append(("flush", batch)))
+    source = Source(declared=None, tensors=iter(byte_pairs(300, 700, 0, 8)))
+    packing = Packing(source, manifest=None, slots=slots)
+    for step in packing.batches(lambda: packing.num_batches):
+        events += [("say", command.seq) for command in step if isinstance(command, Batch)]
+
+    assert {number for _, number in events} == {0, 1, 2}
+    for number in range(3):
+        kinds = [kind for kind, batch in events if batch == number]
+        assert kinds[-2:] == ["flush", "say"]
+        assert set(kinds[:-2]) == {"write"}

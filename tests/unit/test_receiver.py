@@ -31,7 +31,7 @@ from support.stepping import (
 )
 from support.thread_engine import KeepingSink
 
-from vllm_bucketsync.errors import EngineState, LoadError, RemoteProtocolError
+from vllm_bucketsync.errors import EngineState, LoadError, RegionError, RemoteProtocolError
 from vllm_bucketsync.layout import BucketLayout, Entry, Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     Abort,
@@ -951,3 +951,38 @@ def test_memory_of_a_dead_owner_is_let_go_and_release_is_idempotent(world: World
 
     world.memory.release()
     world.memory.release()
+
+
+def test_the_writes_of_a_slot_are_awaited_once_before_it_is_viewed(world: World) -> None:
+    region = world.watch()
+    world.begin(loaded=False)
+    for seq, slot in enumerate((3, 0)):
+        metas = tuple(TensorMeta(f"{seq} {i}", "uint8", (8,), 8) for i in range(2))
+        entries = tuple(E(2 * seq + i, 8, at=256 * i) for i in range(2))
+        bucket = Batch(seq=seq, region=slot, entries=entries, metas=metas)
+        assert feed(world.receiver, [bucket]) == [Ack(seq=seq)]
+
+    assert region.awaited == [(3, 0), (0, 2)]
+    assert len(region.views) == 4
+
+
+def test_a_region_is_opened_for_the_worker_s_own_device(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[str, torch.device]] = []
+
+    def refuse(kind: str, handle: Any, *, device: torch.device) -> Any:
+        asked.append((kind, device))
+        raise RegionError("no peer access")
+
+    monkeypatch.setattr("vllm_bucketsync.receiver.open_region", refuse)
+    receiver = Receiver(memory=world.memory, make_sink=lambda opened: world.sink, device="cuda:3")
+    receiver.greet(hello())
+
+    (reply,) = feed(receiver, [opening(world.slots)])
+
+    assert reply == Fallback(transport="shm", reason="no peer access")
+    assert asked == [("shm", torch.device("cuda", 3))]
+    (record,) = caplog.records
+    assert "transport shm does not work here: no peer access" in record.getMessage()
+    receiver.release()

@@ -11,8 +11,10 @@ from support.stepping import WISH, hello
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import RegionError, UnsupportedError
+from vllm_bucketsync.layout import BucketLayout
 from vllm_bucketsync.messages import Hello, Region, ShmHandle
 from vllm_bucketsync.slots import Slots
+from vllm_bucketsync.transport.registry import Choice, Wish
 from vllm_bucketsync.transport.shm import OpenedShm, ShmRegion
 
 MIB = 1024**2
@@ -173,3 +175,114 @@ def test_another_transport_gets_memory_of_its_own(slots: Slots) -> None:
     assert (slots.num_slots, slots.slot_size_bytes) == (2, MIB)
     with pytest.raises(UnsupportedError, match="teleport"):
         slots.prepare("teleport", needed_bytes=MIB, hellos=[hello()], wish=WISH)
+
+
+def choices(*kinds: str) -> list[Choice]:
+    return [Choice(kind, f"{kind} is here") for kind in kinds]
+
+
+WORKERS = [hello(rank=0), hello(rank=1)]
+
+
+def test_without_a_failure_every_choice_is_left(slots: Slots) -> None:
+    assert slots.without_failures(choices("a", "b"), WORKERS) == choices("a", "b")
+
+
+def test_what_failed_with_these_workers_is_skipped_with_its_reason(slots: Slots) -> None:
+    given = choices("a", "b", "c")
+    slots.note_failure("a", WORKERS, "error 1")
+
+    left = slots.without_failures(given, WORKERS)
+
+    assert left == [Choice("b", "a failed (error 1); b is here"), *choices("c")]
+    # The caller's own stays as it is.
+    assert given == choices("a", "b", "c")
+
+
+def test_only_what_comes_before_the_first_that_may_work_is_skipped(slots: Slots) -> None:
+    slots.note_failure("b", WORKERS, "error 2")
+    assert slots.without_failures(choices("a", "b", "c"), WORKERS) == choices("a", "b", "c")
+
+    slots.note_failure("a", WORKERS, "error 1")
+    (left,) = slots.without_failures(choices("a", "b", "c"), WORKERS)
+    assert left.kind == "c"
+    for reason in ("b failed (error 2)", "c is here"):
+        assert reason in left.reason
+
+
+def test_the_last_choice_is_always_left(slots: Slots) -> None:
+    slots.note_failure("a", WORKERS, "error 1")
+
+    assert slots.without_failures(choices("a"), WORKERS) == choices("a")
+
+
+def test_a_failure_is_that_of_these_workers_in_any_order(slots: Slots) -> None:
+    slots.note_failure("a", WORKERS, "error 1")
+    reborn = [hello(rank=0), hello(rank=1, instance_id="another")]
+
+    assert len(slots.without_failures(choices("a", "b"), WORKERS[::-1])) == 1
+    for others in (reborn, WORKERS[:1], [*WORKERS, hello(rank=2)]):
+        assert slots.without_failures(choices("a", "b"), others) == choices("a", "b")
+
+
+def test_room_is_made_before_a_larger_update_and_for_no_other(slots: Slots) -> None:
+    slots.make_room(64 * MIB)
+    first = prepare(slots, 4 * MIB)
+
+    for needed_bytes in (4 * MIB, MIB, 4 * MIB + MIB // 4):
+        slots.make_room(needed_bytes)
+        assert [handle.id for handle in slots.handles] == [first]
+    slots.make_room(8 * MIB)
+    assert slots.handles == ()
+
+    second = prepare(slots, 8 * MIB, [])
+    assert second != first
+    # A stream may be as large as a slot can be.
+    slots.make_room(None)
+    assert slots.handles == ()
+
+
+class FlushedRegion:
+    """A region that notes which slots were flushed."""
+
+    def __init__(self) -> None:
+        self.flushed: list[int] = []
+        self.held_bytes = 1
+
+    def flush(self, slot: int) -> None:
+        self.flushed.append(slot)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_slot_that_a_bucket_lies_in_is_flushed(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots.flush(0)
+    region = FlushedRegion()
+    monkeypatch.setattr(
+        "vllm_bucketsync.slots.create_slots",
+        lambda *_, **__: (region, BucketLayout(256), 3),
+    )
+    slots.prepare("shm", needed_bytes=None, hellos=[], wish=WISH)
+
+    for batch in range(5):
+        slots.flush(batch)
+
+    assert region.flushed == [0, 1, 2, 0, 1]
+
+
+def test_memory_is_made_as_it_was_wished_for(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+
+    def create(kind: str, **others: object) -> object:
+        asked.append((kind, others))
+        return FlushedRegion(), BucketLayout(256), 3
+
+    monkeypatch.setattr("vllm_bucketsync.slots.create_slots", create)
+    wish = Wish(transport="auto", device=torch.device("cuda", 1))
+    slots.prepare("cuda_ipc", needed_bytes=7, hellos=[], wish=wish)
+
+    ((kind, others),) = asked
+    assert (kind, others["needed_bytes"], others["wish"]) == ("cuda_ipc", 7, wish)

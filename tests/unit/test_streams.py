@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from vllm_bucketsync.errors import SourceError
-from vllm_bucketsync.sources import open_source
+from vllm_bucketsync.sources import Source, open_source
+from vllm_bucketsync.streams import wait_for_trainer
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 
@@ -134,3 +138,65 @@ def test_a_stream_of_nothing_is_refused_where_it_ends() -> None:
 
     with pytest.raises(SourceError, match="ended without a tensor"):
         next(source.tensors)
+
+
+def waited_for(
+    monkeypatch: pytest.MonkeyPatch, devices: set[str], *, is_initialized: bool = True
+) -> list[str]:
+    """Return the devices that were synchronised before tensors on ``devices`` are read."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.append(str(device)))
+    wait_for_trainer(frozenset(map(torch.device, devices)))
+    return sorted(found)
+
+
+def test_every_gpu_that_has_tensors_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited_for(monkeypatch, {"cuda:0", "cpu", "cuda:1"}) == ["cuda:0", "cuda:1"]
+
+
+def test_of_a_stream_the_current_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited_for(monkeypatch, set()) == ["cuda"]
+
+
+def test_tensors_on_the_host_wait_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited_for(monkeypatch, {"cpu"}) == []
+
+
+@pytest.mark.parametrize("devices", [set(), {"cpu"}, {"cuda:0"}], ids=str)
+def test_a_trainer_that_does_not_use_cuda_does_not_begin_to(
+    monkeypatch: pytest.MonkeyPatch, devices: set[str]
+) -> None:
+    assert waited_for(monkeypatch, devices, is_initialized=False) == []
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ([], None),
+        (["cpu"], "cpu"),
+        (["cpu", "cuda:1"], "cuda:1"),
+        (["cuda:2", "cuda:1", "cpu"], "cuda:1"),
+        (["cuda", "cuda:1"], "cuda"),
+    ],
+    ids=str,
+)
+def test_one_device_stands_for_all_a_gpu_before_the_host(
+    devices: list[str], expected: str | None, order: int
+) -> None:
+    found = frozenset(map(torch.device, devices[::order]))
+
+    device = Source(declared=None, tensors=iter(()), devices=found).device
+
+    assert (None if device is None else str(device)) == expected
+
+
+def test_a_source_knows_the_devices_of_what_it_has_seen(tmp_path: Path) -> None:
+    pair = ("a", torch.ones(1))
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+
+    for given in ([pair], dict([pair]), Lazy(), nn.Linear(2, 2), tmp_path):
+        assert open_source(given).devices == {torch.device("cpu")}
+    # Nobody has seen a stream's tensors yet.
+    assert open_source(iter([pair])).devices == frozenset()

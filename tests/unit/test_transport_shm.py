@@ -8,10 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from support import stub_cuda
 from support.regions import NUM_BYTES, check_is_refused, check_region, random_bytes
 
 from vllm_bucketsync.config import Settings
-from vllm_bucketsync.errors import ConfigError, RegionError
+from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError
 from vllm_bucketsync.messages import ShmHandle
 from vllm_bucketsync.transport.base import HEADER_BYTES
 from vllm_bucketsync.transport.shm import OpenedShm, ShmRegion, create_slots
@@ -189,3 +191,79 @@ def test_handles_survive_the_wire(tmp_path: Path) -> None:
 
         with OpenedShm.open(handle) as opened:
             assert opened.id == owned.handle.id
+
+
+def test_its_owner_sees_who_holds_it_and_who_has_let_go(tmp_path: Path) -> None:
+    with ShmRegion.create(NUM_BYTES, directory=str(tmp_path)) as owned:
+        opened = OpenedShm.open(owned.handle)
+        watch = owned.watch()
+        assert not watch.is_held()
+        hold = opened.hold()
+
+        assert watch.is_held()
+        opened.close()
+        # As long as the memory that it stands for is mapped.
+        assert watch.is_held()
+        hold.close()
+        assert not watch.is_held()
+        watch.close()
+
+
+def test_a_hold_outlives_the_owner_and_does_not_keep_it_alive(tmp_path: Path) -> None:
+    owned = ShmRegion.create(NUM_BYTES, directory=str(tmp_path))
+    with OpenedShm.open(owned.handle) as opened:
+        watch, hold = owned.watch(), opened.hold()
+        owned.close()
+
+        assert not opened.owner_is_alive()
+        assert watch.is_held()
+        hold.close()
+        watch.close()
+
+
+def test_a_closed_region_is_neither_held_nor_watched(tmp_path: Path) -> None:
+    owned = ShmRegion.create(NUM_BYTES, directory=str(tmp_path))
+    opened = OpenedShm.open(owned.handle)
+    opened.close()
+    owned.close()
+
+    with pytest.raises(LocalProtocolError, match="held after it was closed"):
+        opened.hold()
+    with pytest.raises(LocalProtocolError, match="watched after its end"):
+        owned.watch()
+
+
+def test_a_file_system_without_such_locks_is_an_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> object:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with (
+        ShmRegion.create(NUM_BYTES, directory=str(tmp_path)) as owned,
+        OpenedShm.open(owned.handle) as opened,
+    ):
+        before = num_fds()
+        monkeypatch.setattr("vllm_bucketsync.rundir.fcntl.fcntl", refuse)
+        with pytest.raises(RegionError, match=r"cannot be held: .*no locks"):
+            opened.hold()
+        assert num_fds() == before
+
+
+def test_a_worker_on_a_gpu_pins_what_it_opens_until_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = stub_cuda.install(monkeypatch)
+    with ShmRegion.create(NUM_BYTES, directory=str(tmp_path)) as owned:
+        opened = OpenedShm.open(owned.handle, device=torch.device("cuda", 3))
+        ((address, num_bytes, _),) = cuda.named("cudaHostRegister")
+        assert (address, num_bytes) == (opened.view(0, 1).data_ptr(), NUM_BYTES)
+        opened.close()
+        opened.close()
+
+        assert cuda.named("cudaHostUnregister") == [(address,)]
+        # Nothing is pinned for a worker on the CPU, nor before a GPU writes.
+        OpenedShm.open(owned.handle).close()
+        owned.write(0, random_bytes(100, seed=0))
+        owned.flush(0)
+    assert len(cuda.calls) == 2

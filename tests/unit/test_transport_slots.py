@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_bucketsync.config import DEFAULT_SLOT_SIZE_BYTES, Settings
+from vllm_bucketsync.errors import RegionError
 from vllm_bucketsync.layout import ALIGNMENT_BYTES
 from vllm_bucketsync.transport.slots import (
     BUCKETS_PER_SLOT,
     MIN_OVERLAP_SLOT_BYTES,
     choose_slot_size,
+    create_shrinking,
     shrink_slot_size,
 )
 
@@ -74,3 +78,92 @@ def test_shrinking_halves_and_ends_at_one_mebibyte(start_bytes: int) -> None:
         size = smaller
 
     assert size == min(start_bytes, MIB)
+
+
+class Memory:
+    """So many bytes are free, unless something gives more back.
+
+    Attributes:
+        tried: What was asked for.
+        num_rooms: How often room was made.
+    """
+
+    def __init__(
+        self, free_bytes: int, *, number: int = errno.ENOMEM, hidden_bytes: int = 0
+    ) -> None:
+        self.tried: list[int] = []
+        self.num_rooms = 0
+        self._free_bytes = free_bytes
+        self._hidden_bytes = hidden_bytes
+        self._number = number
+
+    def make(self, num_bytes: int) -> int:
+        self.tried.append(num_bytes)
+        if num_bytes > self._free_bytes:
+            error = RegionError("full")
+            error.errno = self._number
+            raise error
+        return num_bytes
+
+    def make_room(self) -> None:
+        self.num_rooms += 1
+        self._free_bytes += self._hidden_bytes
+
+
+def test_memory_that_is_there_is_taken_at_once() -> None:
+    memory = Memory(64 * MIB)
+
+    found = create_shrinking(Settings(), 32 * MIB, make=memory.make, on_full=memory.make_room)
+
+    assert found == (32 * MIB, 16 * MIB)
+    assert (memory.tried, memory.num_rooms) == ([32 * MIB], 0)
+
+
+@pytest.mark.parametrize("slot_size", [None, "16MiB"])
+def test_room_is_made_before_anything_shrinks(slot_size: str | None) -> None:
+    memory = Memory(MIB, hidden_bytes=31 * MIB)
+    settings = Settings(slot_size=slot_size)
+
+    found = create_shrinking(settings, 32 * MIB, make=memory.make, on_full=memory.make_room)
+
+    assert found == (32 * MIB, 16 * MIB)
+    assert (memory.tried, memory.num_rooms) == ([32 * MIB] * 2, 1)
+
+
+def test_where_that_is_not_enough_a_default_size_is_halved_and_no_room_is_made_again() -> None:
+    memory = Memory(4 * MIB, hidden_bytes=4 * MIB)
+
+    found = create_shrinking(Settings(), 32 * MIB, make=memory.make, on_full=memory.make_room)
+
+    assert found == (8 * MIB, 4 * MIB)
+    assert memory.tried == [32 * MIB, 32 * MIB, 16 * MIB, 8 * MIB]
+    assert memory.num_rooms == 1
+
+
+def test_a_size_that_was_asked_for_is_tried_again_when_room_was_made_and_never_shrunk() -> None:
+    memory = Memory(MIB)
+    settings = Settings(slot_size="16MiB")
+
+    with pytest.raises(RegionError, match="full"):
+        create_shrinking(settings, None, make=memory.make, on_full=memory.make_room)
+
+    assert (memory.tried, memory.num_rooms) == ([32 * MIB] * 2, 1)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_another_error_than_a_lack_of_room_is_raised_at_once(number: int) -> None:
+    memory = Memory(0, number=number)
+
+    with pytest.raises(RegionError, match="full"):
+        create_shrinking(Settings(), 32 * MIB, make=memory.make, on_full=memory.make_room)
+
+    assert (len(memory.tried), memory.num_rooms) == (1, 0)
+
+
+def test_halving_ends_where_it_would_cost_more_in_messages() -> None:
+    memory = Memory(0)
+
+    with pytest.raises(RegionError, match="full"):
+        create_shrinking(Settings(), 32 * MIB, make=memory.make)
+
+    assert memory.tried == [size * MIB for size in (32, 16, 8, 4, 2)]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from .. import serve
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
-from . import guards, sleeps
+from . import guards
+from .lora import sleeps
 from .lora.shelf import find_shelf, shelf_of
 from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink

@@ -16,11 +16,12 @@ import torch
 from ..errors import EngineState
 from ..layout import Manifest, TensorMeta
 from ..sinks import Piece, SinkReport
-from . import caches, compat, guards, layerwise, problems, sleeps
+from . import caches, compat, guards, layerwise, problems
 from .completeness import Waiver
 from .dryrun import DryRunResult, dry_run
 from .intake import Intake
 from .layerwise import LayerwiseReload
+from .lora import sleeps
 from .memory import WeightMemory
 from .record import LoadRecord
 

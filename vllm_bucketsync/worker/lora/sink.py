@@ -13,10 +13,10 @@ from ...layout import Manifest, TensorMeta, aligned
 from ...messages import Open
 from ...sinks import Piece, SinkReport
 from .. import compat, guards
-from ..sleeps import Sleeps
 from .fit import Fit, check_fit
 from .settings import read_config
 from .shelf import Kept, Shelf, shelf_of
+from .sleeps import Sleeps
 
 
 class AdapterSink:

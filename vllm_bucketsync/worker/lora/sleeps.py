@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from . import guards
-from .lora.shelf import find_shelf
+from .. import guards
+from .shelf import find_shelf
 
 # By any of these vLLM itself loads the weights anew.
 _RELOADS = ("reload_weights", "finish_weight_update")
