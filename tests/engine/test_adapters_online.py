@@ -188,9 +188,8 @@ def test_buckets_of_any_size_carry_several_adapters(stage: Stage, sync: WeightSy
             model = trained(stage.folder, seed)
             reports[seed] = small.push_lora(model, name=f"policy-{seed}", version=1)
     assert reports[1].num_buckets > 100
-    for _ in range(2):
-        for seed, report in reports.items():
-            assert stage.says(report.name, report) == (seed, seed)
+    for seed, report in reports.items():
+        assert stage.says(report.name, report) == (seed, seed)
 
 
 def test_all_ranks_of_all_engines_take_an_adapter_or_none_does(
