@@ -6,12 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from .clients.base import PauseMode
 from .errors import ConfigError, utf8
-from .messages import (
-    MAX_ADAPTER_NAME_CHARS,
-    MAX_PATTERN_CHARS,
-    MAX_PATTERNS,
-    MAX_VERSION_CHARS,
-)
+from .handles import MAX_SHORT_CHARS
+from .messages import MAX_ADAPTER_NAME_CHARS, MAX_PATTERNS, MAX_VERSION_CHARS
 
 
 def check_patterns(partial: Sequence[str]) -> tuple[str, ...]:
@@ -22,10 +18,10 @@ def check_patterns(partial: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"partial is {partial!r}; expected a list of patterns, each a str")
     patterns = tuple(partial)
     longest = max(map(len, patterns), default=0)
-    if longest > MAX_PATTERN_CHARS or len(patterns) > MAX_PATTERNS:
+    if longest > MAX_SHORT_CHARS or len(patterns) > MAX_PATTERNS:
         raise ConfigError(
             f"partial has {len(patterns)} patterns of up to {longest} characters; at most "
-            f"{MAX_PATTERNS} of {MAX_PATTERN_CHARS} are allowed; one with a * stands for many"
+            f"{MAX_PATTERNS} of {MAX_SHORT_CHARS} are allowed; one with a * stands for many"
         )
     return patterns
 

@@ -7,7 +7,7 @@ byte and in order, and each description must be one that torch can have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -15,11 +15,13 @@ from .errors import RemoteProtocolError
 from .layout import (
     ALIGNMENT_BYTES,
     BucketLayout,
+    BucketPlan,
     Entry,
     Manifest,
+    Placed,
+    Progress,
     TensorMeta,
     manifest_digest,
-    plan_buckets,
 )
 from .messages import Batch, Finish, check_meta
 from .tensors import DTYPE_NAMES
@@ -36,13 +38,16 @@ class Arrivals:
         num_bytes: Bytes that arrived.
     """
 
-    def __init__(self, manifest: Manifest | None, *, layout: BucketLayout) -> None:
+    def __init__(
+        self, manifest: Manifest | None, *, layout: BucketLayout, placed: Placed | None = None
+    ) -> None:
         self._manifest = manifest
         self._metas: list[TensorMeta] = []
-        self._planned: Iterator[tuple[Entry, ...]] | None = None
+        self._plan: BucketPlan | None = None
         if manifest is not None:
             self._metas = list(manifest.metas)
-            self._planned = plan_buckets(manifest.metas, layout=layout)
+            self._plan = manifest.plan(layout, placed)
+        self._placed_region = None if placed is None else placed.region
         self._open_bytes = 0
         self._is_open = False
         self.num_tensors = 0
@@ -61,7 +66,49 @@ class Arrivals:
                 f"{len(self._metas)} have begun"
             )
         del self._metas[index:]
-        self._planned = None
+        self._plan = None
+
+    def accept_planned(
+        self, batch: Batch, *, capacity_bytes: int
+    ) -> Iterable[tuple[Entry, TensorMeta]] | None:
+        """Take note of a bucket that both ends planned, as a whole.
+
+        Args:
+            batch: What was announced.
+            capacity_bytes: Length of the region that holds it.
+
+        Returns:
+            Its entries, each with its tensor's meta, for whoever goes through them;
+            ``None`` where the batch, or the update, has no plan.
+
+        Raises:
+            RemoteProtocolError: It is not the bucket that was planned next, or
+                reaches past the region.
+        """
+        plan = self._plan
+        if plan is None or batch.entries is not None:
+            return None
+        if batch.metas:
+            raise RemoteProtocolError(f"bucket {batch.seq} brings metas that the manifest has")
+        now = Progress(self.num_tensors, self.num_bytes, self._open_bytes)
+        if batch.seq >= len(plan.buckets) or plan.progress[batch.seq] != now:
+            raise RemoteProtocolError(
+                f"bucket {batch.seq} says nothing of what it holds, and is not the next of the "
+                f"{len(plan.buckets)} that were planned"
+            )
+        if plan.is_placed[batch.seq] != (batch.region == self._placed_region):
+            raise RemoteProtocolError(
+                f"bucket {batch.seq} was announced in region {batch.region}, where its tensors "
+                f"are not"
+            )
+        if plan.used_bytes[batch.seq] > capacity_bytes:
+            last = plan.buckets[batch.seq][-1]
+            raise _misplaced(batch, last, f"within {capacity_bytes} bytes")
+        after = plan.progress[batch.seq + 1]
+        self.num_tensors, self.num_bytes = after.num_tensors, after.num_bytes
+        self._open_bytes, self._is_open = after.open_bytes, after.open_bytes > 0
+        metas = self._metas
+        return ((entry, metas[entry.index]) for entry in plan.buckets[batch.seq])
 
     def accept(self, batch: Batch, *, capacity_bytes: int) -> list[tuple[Entry, TensorMeta]]:
         """Take note of a bucket and return its entries, each with its tensor's meta.
@@ -74,15 +121,20 @@ class Arrivals:
             RemoteProtocolError: It does not carry on what came before, or reaches
                 past the region.
         """
-        if self._planned is None:
+        planned = self.accept_planned(batch, capacity_bytes=capacity_bytes)
+        if planned is not None:
+            return list(planned)
+        if self._plan is None:
             for meta in batch.metas:
                 check_tensor_meta(meta)
             self._metas.extend(batch.metas)
         elif batch.metas:
             raise RemoteProtocolError(f"bucket {batch.seq} brings metas that the manifest has")
+        if batch.entries is None or batch.region == self._placed_region:
+            raise RemoteProtocolError(f"bucket {batch.seq} says nothing of what it holds")
         end_bytes = 0
         accepted = []
-        for entry in self._entries(batch):
+        for entry in batch.entries:
             if entry.offset_bytes < end_bytes or entry.offset_bytes % ALIGNMENT_BYTES:
                 raise _misplaced(batch, entry, f"at or after byte {end_bytes}, aligned")
             end_bytes = entry.offset_bytes + entry.num_bytes
@@ -104,21 +156,13 @@ class Arrivals:
                 f"{self.num_tensors} of {self.num_bytes} bytes arrived"
             )
         manifest = self._manifest
-        if manifest is None or len(manifest) != len(self._metas) or self._planned is None:
+        if manifest is None or len(manifest) != len(self._metas) or self._plan is None:
             manifest = Manifest(self._metas)
         if manifest.digest != finish.manifest:
             raise RemoteProtocolError(
                 f"what arrived is manifest {manifest.digest[:12]}, sent was {finish.manifest[:12]}"
             )
         return manifest
-
-    def _entries(self, batch: Batch) -> Sequence[Entry]:
-        if batch.entries is not None:
-            return batch.entries
-        planned = None if self._planned is None else next(self._planned, None)
-        if planned is None:
-            raise RemoteProtocolError(f"bucket {batch.seq} says nothing of what it holds")
-        return planned
 
     def _advance(self, batch: Batch, entry: Entry) -> TensorMeta:
         if entry.index != self.num_tensors or entry.index >= len(self._metas):

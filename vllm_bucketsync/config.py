@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -21,6 +22,7 @@ DEFAULT_SLOT_SIZE_BYTES = 512 * 1024**2
 # A slot that shrank to less than this would cost more in messages than in bytes.
 MIN_SHRUNK_SLOT_SIZE_BYTES = 1024**2
 TRANSPORTS = ("auto", "cuda_ipc", "shm")
+PLAN_ENV = f"{ENV_PREFIX}PLAN"
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
 # As many digits as no memory will ever need: int() refuses thousands of them.
@@ -116,6 +118,36 @@ class Settings:
             if name not in values and text:
                 values[name] = _parse(name, text, type(default))
         return cls(**values)
+
+
+class PlanMode(StrEnum):
+    """Whether workers load by plan, as ``VLLM_BUCKETSYNC_PLAN`` in the engine's environment says.
+
+    Attributes:
+        AUTO: Where a plan is possible.
+        OFF: Never: every tensor goes through vLLM's own loaders.
+        CHECK: By plan, then by vLLM's loaders, and a byte that differs is an error. Takes
+            several times as long, and memory for all that is sent.
+    """
+
+    AUTO = "auto"
+    OFF = "off"
+    CHECK = "check"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> PlanMode:
+        """Return what the environment says; the process's own where it is ``None``.
+
+        Raises:
+            ConfigError: It says something else.
+        """
+        text = (os.environ if environ is None else environ).get(PLAN_ENV) or cls.AUTO
+        if text not in set(cls):
+            raise ConfigError(
+                f"{PLAN_ENV} is {text!r}; expected one of {', '.join(cls)}, in the environment "
+                f"of the engine"
+            )
+        return cls(text)
 
 
 def parse_size(size: int | str) -> int:

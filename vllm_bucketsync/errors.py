@@ -212,6 +212,12 @@ class DuplicateTensorError(LoadError):
     code = "duplicate_tensor"
 
 
+class PlanError(LoadError):
+    """Loading by plan and by vLLM's own loaders came to different bytes."""
+
+    code = "plan"
+
+
 class TensorMismatchError(LoadError):
     """A tensor does not fit the parameter that it is meant for.
 

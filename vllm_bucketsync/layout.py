@@ -8,13 +8,17 @@ known: the placement of a tensor depends on nothing but what came before it.
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Annotated
 
 import msgspec
+from msgspec import structs
 
-from .errors import ConfigError
+from .errors import ConfigError, RemoteProtocolError
 
 # A receiver may view any dtype in place, and copies start on a cache line pair.
 ALIGNMENT_BYTES = 256
@@ -22,6 +26,9 @@ MAX_NAME_BYTES = 1024
 MAX_DIMS = 64
 # Bounds a Batch message, whatever the tensors: zero-element ones take no room.
 MAX_ENTRIES = 8192
+# What ``Placed`` has for a tensor that lies nowhere but in a slot.
+NOT_PLACED = (1 << 64) - 1
+_OFFSET_BYTES = 8
 
 # Checked wherever a message is decoded, so that no offset from outside is negative.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -90,6 +97,56 @@ class BucketLayout(msgspec.Struct, frozen=True):
             raise ConfigError(f"max_entries is {self.max_entries}; expected 1 to {MAX_ENTRIES}")
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far an update has come.
+
+    Attributes:
+        num_tensors: Whole tensors.
+        num_bytes: Bytes of tensors, without alignment.
+        open_bytes: Of these, the bytes of a tensor that is not whole yet.
+    """
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    open_bytes: int = 0
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """Where tensors lie that need not be copied into a slot.
+
+    Attributes:
+        region: The region that they lie in; it is no slot.
+        offsets: For each tensor of the manifest its first byte there, 8 bytes each, the
+            lowest first; ``NOT_PLACED`` for one that goes through a slot.
+    """
+
+    region: _Count
+    offsets: Annotated[bytes, msgspec.Meta(max_length=1 << 23)]
+
+    def unpacked(self) -> array[int]:
+        """Return the offsets as numbers."""
+        found = array("Q", self.offsets)
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
+
+
+class BucketPlan(msgspec.Struct, frozen=True):
+    """The buckets of a manifest, the same on both ends.
+
+    Attributes:
+        buckets: The entries of each.
+        progress: How far the update is before each bucket, and after the last.
+        used_bytes: Where each bucket ends in its slot; 0 for one that is in no slot.
+        is_placed: Whether each lies where its tensors are, and in no slot.
+    """
+
+    buckets: tuple[tuple[Entry, ...], ...]
+    progress: tuple[Progress, ...]
+    used_bytes: tuple[int, ...]
+    is_placed: tuple[bool, ...]
+
+
 class Manifest:
     """Names, dtypes and shapes of everything in an update, in order.
 
@@ -99,6 +156,7 @@ class Manifest:
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self.metas = tuple(metas)
+        self._plans: dict[tuple[BucketLayout, Placed | None], BucketPlan] = {}
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -118,6 +176,21 @@ class Manifest:
     def digest(self) -> str:
         """The manifest's name: a hash of every meta in order, 64 hex digits."""
         return manifest_digest(self.metas)
+
+    def plan(self, layout: BucketLayout, placed: Placed | None = None) -> BucketPlan:
+        """Return the buckets that it makes; those of the last layout are kept.
+
+        Args:
+            layout: How slots are filled.
+            placed: Which tensors are left where they are.
+
+        Raises:
+            RemoteProtocolError: ``placed`` is of another number of tensors.
+        """
+        key = (layout, placed)
+        if key not in self._plans:
+            self._plans = {key: _plan(self.metas, layout, placed)}
+        return self._plans[key]
 
 
 class BucketPlanner:
@@ -192,6 +265,65 @@ def plan_buckets(
             bucket = []
     if bucket:
         yield tuple(bucket)
+
+
+def _plan(metas: Sequence[TensorMeta], layout: BucketLayout, placed: Placed | None) -> BucketPlan:
+    if placed is None:
+        buckets = tuple(plan_buckets(metas, layout=layout))
+        is_placed = (False,) * len(buckets)
+    else:
+        found = list(_placed_buckets(metas, layout, placed))
+        buckets, is_placed = tuple(e for e, _ in found), tuple(flag for _, flag in found)
+    progress = [Progress()]
+    num_tensors = num_bytes = 0
+    for entries in buckets:
+        num_bytes += sum(entry.num_bytes for entry in entries)
+        last = entries[-1]
+        end_byte = last.first_byte + last.num_bytes
+        is_open = end_byte < metas[last.index].num_bytes
+        num_tensors = last.index + (not is_open)
+        progress.append(Progress(num_tensors, num_bytes, end_byte if is_open else 0))
+    used = tuple(
+        0 if is_here else entries[-1].offset_bytes + entries[-1].num_bytes
+        for entries, is_here in zip(buckets, is_placed, strict=True)
+    )
+    return BucketPlan(buckets, tuple(progress), used, is_placed)
+
+
+def _placed_buckets(
+    metas: Sequence[TensorMeta], layout: BucketLayout, placed: Placed
+) -> Iterator[tuple[tuple[Entry, ...], bool]]:
+    """Yield the buckets in the manifest's order, each with whether it is in no slot."""
+    if len(placed.offsets) != _OFFSET_BYTES * len(metas):
+        raise RemoteProtocolError(
+            f"places of {len(placed.offsets) / _OFFSET_BYTES:g} tensors came with a manifest of "
+            f"{len(metas)}"
+        )
+    offsets = placed.unpacked()
+    first = 0
+    for is_here, run in groupby(range(len(metas)), lambda index: offsets[index] != NOT_PLACED):
+        end = first + sum(1 for _ in run)
+        if is_here:
+            for start in range(first, end, MAX_ENTRIES):
+                yield (
+                    tuple(
+                        Entry(index, 0, offsets[index], metas[index].num_bytes)
+                        for index in range(start, min(start + MAX_ENTRIES, end))
+                    ),
+                    True,
+                )
+        else:
+            for entries in plan_buckets(metas[first:end], layout=layout):
+                yield tuple(structs.replace(e, index=e.index + first) for e in entries), False
+        first = end
+
+
+def packed(offsets: Iterable[int]) -> bytes:
+    """Return offsets as ``Placed`` carries them."""
+    found = array("Q", offsets)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()
 
 
 def aligned(num_bytes: int) -> int:

@@ -18,6 +18,7 @@ from .errors import AdapterConfigError, SourceError
 from .layout import TensorMeta
 from .names import Names
 from .peft_models import carries_adapter, peft_model
+from .recall import Recall
 from .sources import Source, declare, open_source
 from .tensors import SeenTensors, check_sendable, describe
 
@@ -44,7 +45,11 @@ class _Place:
 
 
 def open_weights(
-    given: object, *, rename: Callable[[str], str] | None = None, merge: bool = False
+    given: object,
+    *,
+    rename: Callable[[str], str] | None = None,
+    merge: bool = False,
+    recall: Recall | None = None,
 ) -> Source:
     """Turn what a user gave to ``push`` into a source.
 
@@ -52,6 +57,7 @@ def open_weights(
         given: See ``open_source``; with ``merge``, a PEFT model.
         rename: See ``open_source``.
         merge: Send merged weights.
+        recall: See ``open_source``.
 
     Raises:
         SourceError: It cannot be sent, or is a PEFT model without ``merge``.
@@ -65,7 +71,7 @@ def open_weights(
             "a PEFT model was given; push_lora sends its adapter, and push(…, merge=True) the "
             "weights that it gives when it is merged; nothing was sent"
         )
-    return open_source(given, rename=rename)
+    return open_source(given, rename=rename, recall=recall)
 
 
 def open_merged(given: object, *, rename: Callable[[str], str] | None = None) -> Source:
@@ -94,9 +100,10 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
     seen = SeenTensors()
     for place in _walk(model, "", ()):
         tensor = check_sendable(place.name, place.table[place.leaf])
+        twin = seen.add(tensor)
         # Tied tensors are one, and get what was learned for any of their names.
-        added.setdefault(id(tensor), []).extend(_adding(place))
-        if seen.add(tensor):
+        added.setdefault(id(tensor if twin is None else twin), []).extend(_adding(place))
+        if twin is None:
             metas.append(describe(names.take(place.name), tensor, is_buffer=place.is_buffer))
             places.append(place)
             devices.add(tensor.device)

@@ -13,7 +13,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from .errors import EngineState, RemoteProtocolError
-from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, TensorMeta
+from .handles import MAX_REGIONS, Count, Handle, ShortText, Text
+from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, Placed, TensorMeta
 
 # Raised with every change of a message that an older end would misread.
 PROTOCOL_VERSION = 2
@@ -26,73 +27,10 @@ MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTER_ID = (1 << 31) - 1
 MAX_NOTES = 64
 MAX_PATTERNS = 1024
-MAX_PATTERN_CHARS = 256
-MAX_REGIONS = 65_536
 MAX_TENSORS = 1 << 26
 MAX_VERSION_CHARS = 256
 
 T = TypeVar("T")
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-ShortText = Annotated[str, msgspec.Meta(max_length=MAX_PATTERN_CHARS)]
-Text = Annotated[str, msgspec.Meta(max_length=65_536)]
-CudaBytes = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-
-
-class ShmHandle(msgspec.Struct, frozen=True, tag="shm"):
-    """Opens a region of POSIX shared memory in another process of the host.
-
-    Attributes:
-        id: Random name of the region, for as long as it lives.
-        path: The file, absolute. Gone as soon as every end has opened it.
-        num_bytes: Room for data. The file is one header page longer.
-        canary: What the header page holds, 32 bytes; proves that it is this region.
-    """
-
-    id: ShortText
-    path: Annotated[str, msgspec.Meta(max_length=4096)]
-    num_bytes: Count
-    canary: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-class InprocHandle(msgspec.Struct, frozen=True, tag="inproc"):
-    """Finds a region of references in this very process.
-
-    Attributes:
-        id: Random name of the region, for as long as it lives.
-        num_bytes: Room for data, by offsets alone: nothing is allocated.
-    """
-
-    id: ShortText
-    num_bytes: Count
-
-
-class CudaIpcHandle(msgspec.Struct, frozen=True, tag="cuda_ipc"):
-    """Opens device memory of another process of the host.
-
-    Attributes:
-        id: Random name of the region, for as long as it lives.
-        lease: A page of shared memory that lives as long as the region. Whoever can open
-            it runs as the same user on the same host; its canary is in the device memory
-            too.
-        boot_id: The boot of the kernel under which the handles mean anything.
-        device_uuid: The GPU that has the memory.
-        num_bytes: Room for data. The memory is one header page longer.
-        memory: ``cudaIpcMemHandle_t``, 64 bytes.
-        events: ``cudaIpcEventHandle_t``, 64 bytes, one for each slot: recorded when the
-            slot's last byte was written.
-    """
-
-    id: ShortText
-    lease: ShmHandle
-    boot_id: ShortText
-    device_uuid: ShortText
-    num_bytes: Count
-    memory: CudaBytes
-    events: Annotated[tuple[CudaBytes, ...], msgspec.Meta(max_length=64)]
-
-
-Handle = ShmHandle | InprocHandle | CudaIpcHandle
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -194,6 +132,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
         handles: The shared memory.
         regions: The stretches of it that buckets are put in.
         layout: What both ends plan with.
+        placed: Which tensors are read where they lie; only with a declared manifest.
         manifest: Digest of the manifest; ``None`` for a stream seen for the first time.
         num_metas: Metas that follow in ``Metas`` messages; 0 where the receiver holds
             the manifest, or where there is none.
@@ -214,6 +153,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     num_metas: Annotated[int, msgspec.Meta(ge=0, le=MAX_TENSORS)] = 0
     is_declared: bool = False
     transport_reason: Text = ""
+    placed: Placed | None = None
     partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
     adapter: AdapterSpec | None = None
 
@@ -305,10 +245,33 @@ class Commit(Command, frozen=True, kw_only=True, tag="commit"):
     """Every receiver of every sender is prepared."""
 
 
+class LoadSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Which ways the weights of one update took into a model.
+
+    Attributes:
+        num_direct: Modules that were written in place.
+        direct_bytes: Bytes that went this way.
+        num_processed: Modules that were put together aside, then post-processed.
+        processed_bytes: Bytes that went this way.
+        num_loaded: Modules that vLLM's own loaders filled.
+        loaded_bytes: Bytes that went this way.
+        process_s: Seconds of post-processing in ``num_processed`` modules.
+    """
+
+    num_direct: Count = 0
+    direct_bytes: Count = 0
+    num_processed: Count = 0
+    processed_bytes: Count = 0
+    num_loaded: Count = 0
+    loaded_bytes: Count = 0
+    process_s: float = 0.0
+
+
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
     """The new weights are in use.
 
     Attributes:
+        split: Which ways they took.
         cloned_bytes: Bytes that had to be copied aside while loading.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
@@ -316,6 +279,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
         wait_s: Seconds spent waiting for the sender.
     """
 
+    split: LoadSplit = LoadSplit()
     cloned_bytes: Count = 0
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
     notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()

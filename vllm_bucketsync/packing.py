@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from .errors import SourceError
-from .layout import BucketPlanner, Entry, Manifest, TensorMeta
+from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
 from .slots import Slots
 from .sources import Source, byte_view
@@ -57,6 +59,9 @@ class Packing:
         Raises:
             SourceError: The source is not what it declared, or cannot be sent.
         """
+        if self._source.ready is not None and self._manifest is not None:
+            yield from self._ready_batches(self._source.ready, self._manifest, num_acks)
+            return
         planner = BucketPlanner(self._slots.layout)
         for meta, tensor in self._source.tensors:
             commands = self._note(meta)
@@ -83,6 +88,33 @@ class Packing:
         if self._entries:
             yield [self._end_bucket()]
 
+    def _ready_batches(
+        self,
+        ready: Callable[[int, int], list[torch.Tensor]],
+        manifest: Manifest,
+        num_acks: Callable[[], int],
+    ) -> Iterator[list[Command]]:
+        """Pack tensors that exist all at once: a bucket at a time, as it was planned."""
+        placed = self._slots.placed
+        plan = manifest.plan(self._slots.layout, placed)
+        for seq, entries in enumerate(plan.buckets):
+            yield from self._wait_for_slot(num_acks)
+            if plan.is_placed[seq] and placed is not None:
+                self._advance(plan, seq)
+                yield [self._end_bucket(region=placed.region)]
+                continue
+            tensors = ready(entries[0].index, entries[-1].index + 1)
+            self._slots.fill(seq, manifest, tensors, devices=self._source.devices)
+            # Whose the memory is may change it as soon as everything is sent.
+            del tensors
+            self._advance(plan, seq)
+            yield [self._end_bucket()]
+
+    def _advance(self, plan: BucketPlan, seq: int) -> None:
+        progress = plan.progress[seq + 1]
+        self.num_tensors = progress.num_tensors
+        self.num_bytes = progress.num_bytes - progress.open_bytes
+
     def digest(self) -> str:
         """Return the digest of what was sent, and keep it for the next stream."""
         if self._is_planned and self._manifest is not None:
@@ -94,10 +126,13 @@ class Packing:
 
     def describe(self) -> str:
         """Return how far the packing has come, for messages."""
-        last = f", {self._sent[-1].name}" if self._sent else ""
         declared = self._source.declared
         total = "" if declared is None else f" of {len(declared)}"
-        return f"bucket {self.num_batches} (tensor {len(self._sent)}{total}{last})"
+        num_sent, last = len(self._sent), self._sent[-1] if self._sent else None
+        if declared is not None and last is None and self.num_tensors:
+            num_sent, last = self.num_tensors, declared.metas[self.num_tensors - 1]
+        name = "" if last is None else f", {last.name}"
+        return f"bucket {self.num_batches} (tensor {num_sent}{total}{name})"
 
     def _note(self, meta: TensorMeta) -> list[Command]:
         """Keep a meta, and leave the manifest where the stream leaves it."""
@@ -124,11 +159,13 @@ class Packing:
         if not self._is_planned and entry.first_byte == 0:
             self._metas.append(meta)
 
-    def _end_bucket(self) -> Batch:
-        self._slots.flush(self.num_batches)
+    def _end_bucket(self, *, region: int | None = None) -> Batch:
+        """End the bucket in its slot, or one that is in the given region."""
+        if region is None:
+            self._slots.flush(self.num_batches)
         batch = Batch(
             seq=self.num_batches,
-            region=self.num_batches % self._slots.num_slots,
+            region=self.num_batches % self._slots.num_slots if region is None else region,
             entries=None if self._is_planned else tuple(self._entries),
             metas=tuple(self._metas),
         )

@@ -25,6 +25,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _VARIABLES = (*_ALLOCATOR_VARIABLES, "CUDA_VISIBLE_DEVICES", f"{ENV_PREFIX}TRANSPORT")
 _NO_DEVICES = frozenset({"", "-1", "NoDevFiles", "none", "void"})
 _MIB = 1024**2
+TRANSPORT_ENV = f"{ENV_PREFIX}TRANSPORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,15 @@ class TransportProbe:
 def own_probe() -> TransportProbe:
     """Return the probe of this process, made when first asked for."""
     return probe(os.environ)
+
+
+@cache
+def machine_probe() -> TransportProbe:
+    """Return the same without what is asked for by environment.
+
+    For a trainer, whose settings take its environment as a default only.
+    """
+    return probe({name: value for name, value in os.environ.items() if name != TRANSPORT_ENV})
 
 
 def probe(
@@ -93,7 +103,7 @@ def _facts(environ: Mapping[str, str], root: Path, platform: str) -> dict[str, F
 def _why_not_cuda_ipc(facts: Mapping[str, Fact]) -> str | None:
     visible = facts["visible_devices"]
     if facts["transport"] == "shm":
-        return f"{ENV_PREFIX}TRANSPORT is 'shm'"
+        return f"{TRANSPORT_ENV} is 'shm'"
     if facts["platform"] != "linux":
         return f"CUDA IPC needs Linux, and this is {facts['platform']}"
     if facts["is_wsl"]:

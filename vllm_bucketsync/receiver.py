@@ -44,9 +44,9 @@ from .messages import (
     Ready,
     Reply,
 )
-from .retained import ReceiverMemory
+from .retained import KeptBuckets, ReceiverMemory, view_pieces
 from .session import Role, Session
-from .sinks import Piece, Sink
+from .sinks import Bucket, Sink
 from .transport.registry import open_region
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Receiver:
         self._metas: list[TensorMeta] = []
         self._manifest: Manifest | None = None
         self._arrivals: Arrivals | None = None
+        self._kept: KeptBuckets | None = None
         self._load_s = 0.0
         self._begin_s = time.monotonic()
         self.was_torn = memory.is_torn
@@ -132,7 +133,7 @@ class Receiver:
     def release(self) -> None:
         """Drop what was kept for this update. Idempotent, and never raises."""
         sink, self._sink = self._sink, None
-        self._arrivals = None
+        self._arrivals = self._kept = None
         self._metas = []
         if sink is None:
             return
@@ -169,6 +170,10 @@ class Receiver:
             )
             if not fits:
                 raise RemoteProtocolError(f"{region} reaches past the shared memory")
+        if command.placed is not None and not (
+            command.is_declared and command.placed.region < len(command.regions)
+        ):
+            raise RemoteProtocolError("places came without a declared manifest, or without region")
         if self.opened is not None and _promise(command) != _promise(self.opened):
             raise RemoteProtocolError("another offer for this update promises something else")
         self.opened = command
@@ -193,7 +198,8 @@ class Receiver:
             logger.warning("transport %s does not work here: %s", opened.transport, error)
             return [Fallback(transport=opened.transport, reason=str(error))]
         self._manifest = self._named_manifest(opened)
-        self._arrivals = Arrivals(self._manifest, layout=opened.layout)
+        self._arrivals = Arrivals(self._manifest, layout=opened.layout, placed=opened.placed)
+        self._kept = self._memory.buckets_of(opened)
         if self._sink is None:
             self._sink = self._make_sink(opened)
             self._sink.open(self._manifest)
@@ -220,16 +226,16 @@ class Receiver:
         region = opened.regions[batch.region]
         memory = self._memory.regions[opened.handles[region.handle].id]
         memory.await_writes(batch.region)
-        pieces = [
-            Piece(
-                index=entry.index,
-                meta=meta,
-                first_byte=entry.first_byte,
-                data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
-            )
-            for entry, meta in arrivals.accept(batch, capacity_bytes=region.num_bytes)
-        ]
-        sink.load(pieces)
+        planned = arrivals.accept_planned(batch, capacity_bytes=region.num_bytes)
+        kept = None if planned is None else self._kept
+        bucket = None if kept is None else kept.get((batch.seq, batch.region))
+        if bucket is None:
+            entries = planned or arrivals.accept(batch, capacity_bytes=region.num_bytes)
+            pieces = view_pieces(memory, region, entries)
+            bucket = Bucket(seq=batch.seq, pieces=pieces, is_kept=kept is not None)
+            if kept is not None:
+                kept[batch.seq, batch.region] = bucket
+        sink.load(bucket)
         return Ack(seq=batch.seq)
 
     def _deviate(self, command: Deviate) -> None:
@@ -256,6 +262,7 @@ class Receiver:
         if opened.kind == "weights" and not opened.partial:
             self._memory.is_torn = False
         return Done(
+            split=report.split,
             cloned_bytes=report.cloned_bytes,
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from msgspec.structs import asdict as asdict_of
+
 from .errors import LocalProtocolError
 from .sender import Sender
 from .slots import Slots
@@ -20,6 +22,13 @@ class WorkerReport:
         dp_index: Which data-parallel replica of the engine.
         pid: Its process id, as it sees it.
         device: Its device, as torch writes it.
+        num_direct: Modules that were written in place.
+        direct_bytes: Bytes that went this way.
+        num_processed: Modules that were put together aside, then post-processed.
+        processed_bytes: Bytes that went this way.
+        num_loaded: Modules that vLLM's own loaders filled.
+        loaded_bytes: Bytes that went this way.
+        process_s: Seconds of post-processing, within ``load_s``.
         load_s: Seconds spent loading.
         wait_s: Seconds spent waiting for the sender.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
@@ -31,6 +40,13 @@ class WorkerReport:
     dp_index: int
     pid: int
     device: str
+    num_direct: int
+    direct_bytes: int
+    num_processed: int
+    processed_bytes: int
+    num_loaded: int
+    loaded_bytes: int
+    process_s: float
     load_s: float
     wait_s: float
     cloned_bytes: int
@@ -53,6 +69,7 @@ class PushReport:
         transport: What carried them.
         transport_reason: Why that one.
         slot_size_bytes: Capacity of one slot; 0 where references are handed over.
+        zero_copy_bytes: Bytes that workers read where they lay.
         skipped: Names that the engine has no place for and was allowed to skip.
         workers: One report for each worker; empty for a dry run.
     """
@@ -68,6 +85,7 @@ class PushReport:
     transport: str
     transport_reason: str
     slot_size_bytes: int
+    zero_copy_bytes: int
     skipped: tuple[str, ...]
     workers: tuple[WorkerReport, ...]
 
@@ -165,6 +183,7 @@ def report_of(
         transport=sender.choice.kind,
         transport_reason=sender.choice.reason,
         slot_size_bytes=slots.slot_size_bytes,
+        zero_copy_bytes=slots.placed_bytes,
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         workers=tuple(
             WorkerReport(
@@ -173,6 +192,7 @@ def report_of(
                 dp_index=peer.hello.dp_index,
                 pid=peer.hello.pid,
                 device=peer.hello.device,
+                **asdict_of(peer.done.split),
                 load_s=peer.done.load_s,
                 wait_s=peer.done.wait_s,
                 cloned_bytes=peer.done.cloned_bytes,

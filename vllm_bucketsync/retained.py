@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .layout import Manifest
+from .layout import Entry, Manifest, TensorMeta
+from .messages import Open, Region
+from .sinks import Bucket, Piece
 from .transport.base import OpenedRegion
 
 MAX_MANIFESTS = 4
+
+# By number of the bucket, and of the region that it came in.
+KeptBuckets = dict[tuple[int, int], Bucket]
 
 
 @dataclass(slots=True)
@@ -18,11 +24,14 @@ class ReceiverMemory:
     Attributes:
         regions: Opened regions by id.
         manifests: The last ``MAX_MANIFESTS`` manifests by digest.
+        buckets: Of the last ``MAX_MANIFESTS`` planned updates, what was viewed once. The
+            views keep memory, so they end with the regions.
         is_torn: An earlier update failed half-way and nothing has mended it yet.
     """
 
     regions: dict[str, OpenedRegion] = field(default_factory=dict)
     manifests: OrderedDict[str, Manifest] = field(default_factory=OrderedDict)
+    buckets: OrderedDict[object, KeptBuckets] = field(default_factory=OrderedDict)
     is_torn: bool = False
 
     def remember(self, manifest: Manifest) -> None:
@@ -32,12 +41,52 @@ class ReceiverMemory:
         while len(self.manifests) > MAX_MANIFESTS:
             self.manifests.popitem(last=False)
 
+    def buckets_of(self, opened: Open) -> KeptBuckets | None:
+        """Return what is kept of a planned update's buckets, to be added to.
+
+        Returns:
+            ``None`` where nothing can be kept: there is no plan, or the memory holds
+            references, which are others every time.
+        """
+        ids = tuple(handle.id for handle in opened.handles)
+        if opened.manifest is None or not all(self.regions[id].held_bytes for id in ids):
+            return None
+        key = (opened.manifest, opened.layout, opened.placed, ids, opened.regions)
+        kept = self.buckets.setdefault(key, {})
+        self.buckets.move_to_end(key)
+        while len(self.buckets) > MAX_MANIFESTS:
+            self.buckets.popitem(last=False)
+        return kept
+
     def drop_dead_regions(self) -> None:
         """Close the regions whose owner is gone."""
-        for key in [key for key, region in self.regions.items() if not region.owner_is_alive()]:
+        dead = [key for key, region in self.regions.items() if not region.owner_is_alive()]
+        if dead:
+            self.buckets.clear()
+        for key in dead:
             self.regions.pop(key).close()
 
     def release(self) -> None:
         """Close every region. Idempotent; the next update opens them again."""
+        self.buckets.clear()
         while self.regions:
             self.regions.popitem()[1].close()
+
+
+def view_pieces(
+    memory: OpenedRegion, region: Region, entries: Iterable[tuple[Entry, TensorMeta]]
+) -> tuple[Piece, ...]:
+    """View a bucket's tensors where they lie.
+
+    Raises:
+        RemoteProtocolError: One of them is not within the memory.
+    """
+    return tuple(
+        Piece(
+            index=entry.index,
+            meta=meta,
+            first_byte=entry.first_byte,
+            data=memory.view(region.offset_bytes + entry.offset_bytes, entry.num_bytes),
+        )
+        for entry, meta in entries
+    )

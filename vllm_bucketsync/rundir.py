@@ -162,8 +162,11 @@ class Watch:
         fcntl.fcntl(self._opened(), fcntl.F_OFD_SETLK, _byte_lock(fcntl.F_RDLCK))
 
     def is_held(self) -> bool:
-        """Return whether another opening holds the file."""
-        found = fcntl.fcntl(self._opened(), fcntl.F_OFD_GETLK, _byte_lock(fcntl.F_WRLCK))
+        """Return whether another opening holds the file; nobody can where locks are missing."""
+        try:
+            found = fcntl.fcntl(self._opened(), fcntl.F_OFD_GETLK, _byte_lock(fcntl.F_WRLCK))
+        except OSError:
+            return False
         return bool(struct.unpack(_LOCK_FORMAT, found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:

@@ -292,6 +292,7 @@ class Sender:
                 handles=() if self.update.is_dry_run else self.slots.handles,
                 regions=() if self.update.is_dry_run else self.slots.regions,
                 layout=self.slots.layout,
+                placed=None if self.update.is_dry_run else self.slots.placed,
                 manifest=None if manifest is None else manifest.digest,
                 num_metas=len(metas),
                 is_declared=declared is not None,
@@ -321,12 +322,15 @@ class Sender:
 
     def _prepare_slots(self, hellos: Sequence[Hello]) -> None:
         """Have memory for the first transport that there is memory for."""
-        declared = self.source.declared
-        needed_bytes = None if declared is None else declared.aligned_bytes
         while True:
             try:
+                needed_bytes = self._place()
                 self.slots.prepare(
-                    self.choice.kind, needed_bytes=needed_bytes, hellos=hellos, wish=self.wish
+                    self.choice.kind,
+                    needed_bytes=needed_bytes,
+                    hellos=hellos,
+                    wish=self.wish,
+                    is_at_once=self.source.ready is not None,
                 )
             except (RegionError, UnsupportedError) as error:
                 if len(self.choices) == 1:
@@ -334,6 +338,15 @@ class Sender:
                 self._fall_back(str(error))
             else:
                 return
+
+    def _place(self) -> int | None:
+        """Leave tensors where they lie, if that was chosen; return what slots have to carry."""
+        declared, ready = self.source.declared, self.source.ready
+        if self.choice.is_zero_copy and declared is not None and ready is not None:
+            tensors = ready(0, len(declared))
+            return self.slots.place(declared, tensors, are_known=self.source.is_known)
+        self.slots.unplace()
+        return None if declared is None else declared.aligned_bytes
 
     def _fall_back(self, reason: str) -> None:
         """Go on to the next transport, and keep to it for as long as the workers live."""
@@ -343,8 +356,8 @@ class Sender:
                 f"there is no other transport to fall back to"
             )
         failed = self.choices.pop(0)
-        self.choices[0] = self.choice.after(failed.kind, reason)
-        self.slots.note_failure(failed.kind, self._hellos(), reason)
+        self.choices[0] = self.choice.after(failed, reason)
+        self.slots.note_failure(failed.name, self._hellos(), reason)
         logger.warning("falling back to %s: %s", self.choice.kind, self.choice.reason)
 
     def _hellos(self) -> list[Hello]:

@@ -6,14 +6,14 @@ drives one sink through one update. A new capability is a new sink.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from .errors import EngineState
 from .layout import Manifest, TensorMeta
+from .messages import LoadSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +43,40 @@ class Piece:
         return self.data.view(getattr(torch, self.meta.dtype)).view(self.meta.shape)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Bucket:
+    """A filled slot, as a sink sees it.
+
+    Where both ends planned the layout, the same object comes again with every update of
+    that manifest through the same memory: its tensors lie at the same addresses. What a
+    sink makes ready for it is then worth keeping, and is kept here, so that it ends
+    with the memory that it points into.
+
+    Attributes:
+        seq: Counts from 0 within the update.
+        pieces: Its tensors and fragments, in order.
+        is_kept: Whether the same object comes again.
+        prepared: Whatever the sink has made ready for this bucket, or ``None``.
+    """
+
+    seq: int
+    pieces: tuple[Piece, ...]
+    is_kept: bool = False
+    prepared: object = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkReport:
     """What a sink did with one update.
 
     Attributes:
+        split: Which ways the weights took, and how long post-processing was.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
     """
 
+    split: LoadSplit = field(default_factory=LoadSplit)
     cloned_bytes: int = 0
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -79,7 +103,7 @@ class Sink(Protocol):
     def deviate(self, index: int) -> None:
         """Take note that the stream leaves the manifest at tensor ``index``."""
 
-    def load(self, pieces: Sequence[Piece]) -> None:
+    def load(self, bucket: Bucket) -> None:
         """Take over the tensors of one bucket, in order.
 
         No byte of the bucket may be needed when this returns.
@@ -117,14 +141,14 @@ class DiscardSink:
     def deviate(self, index: int) -> None:
         """Accept any stream."""
 
-    def load(self, pieces: Sequence[Piece]) -> None:
+    def load(self, bucket: Bucket) -> None:
         """Copy each piece once."""
-        for piece in pieces:
+        for piece in bucket.pieces:
             size = piece.data.numel()
             if size > self._scratch.numel() or self._scratch.device != piece.data.device:
                 self._scratch = torch.empty(size, dtype=torch.uint8, device=piece.data.device)
             self._scratch[:size].copy_(piece.data)
-        for device in {piece.data.device for piece in pieces if piece.data.is_cuda}:
+        for device in {piece.data.device for piece in bucket.pieces if piece.data.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def prepare(self) -> None:

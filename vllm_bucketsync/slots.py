@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from .config import Settings
-from .layout import BucketLayout, Manifest
-from .messages import Handle, Hello, Region
+from .copies import Places
+from .errors import RegionError
+from .handles import Handle
+from .layout import (
+    MAX_ENTRIES,
+    NOT_PLACED,
+    BucketLayout,
+    Manifest,
+    Placed,
+    aligned,
+    packed,
+)
+from .messages import Hello, Region
+from .tensors import byte_view
 from .transport.base import OwnedRegion
+from .transport.cuda_blocks import ExportedBlocks
 from .transport.registry import Choice, Wish, create_slots
 from .transport.slots import choose_slot_size
 
@@ -24,6 +38,8 @@ class Slots:
         layout: What both ends plan with.
         num_slots: How many there are.
         last_manifest: What the last update sent: the next stream may be the same.
+        placed: Which tensors are read where they lie; ``None`` in most updates.
+        placed_bytes: Their bytes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,22 +52,71 @@ class Slots:
         self.layout = BucketLayout(settings.slot_size_bytes)
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
+        self._places: dict[int, Places] = {}
+        self._placed_for: Manifest | None = None
+        self._placed_in: torch.Tensor | None = None
+        self._has_others = True
+        self._blocks = ExportedBlocks(settings.dir)
+        self._offsets = b""
+        self.placed: Placed | None = None
+        self.placed_bytes = 0
 
     @property
     def handles(self) -> tuple[Handle, ...]:
-        """What opens the region elsewhere."""
-        return () if self._region is None else (self._region.handle,)
+        """What opens the memory elsewhere."""
+        slots = () if self._region is None else (self._region.handle,)
+        return slots if self._blocks.handle is None else (*slots, self._blocks.handle)
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Where the slots are in it."""
-        size = self.layout.slot_size_bytes
-        return tuple(Region(0, index * size, size) for index in range(self.num_slots))
+        """Where the slots are in it, and behind them what is read where it lies."""
+        found: list[Region] = []
+        if self._region is not None:
+            size = self.layout.slot_size_bytes
+            found += [Region(0, index * size, size) for index in range(self.num_slots)]
+        if self._blocks.handle is not None:
+            found.append(Region(len(self.handles) - 1, 0, self._blocks.handle.num_bytes))
+        return tuple(found)
 
     @property
     def slot_size_bytes(self) -> int:
         """Capacity of one slot, also of the last one given back; 0 for references."""
         return self.layout.slot_size_bytes if self._is_memory else 0
+
+    def place(self, manifest: Manifest, tensors: Sequence[torch.Tensor], *, are_known: bool) -> int:
+        """Let workers read tensors where they lie, as far as they can.
+
+        Args:
+            manifest: What they are.
+            tensors: All of them.
+            are_known: They are those of the last push, at the same addresses.
+
+        Returns:
+            Bytes, with alignment, of those that have to go through slots all the same.
+
+        Raises:
+            RegionError: None of them can be read where it lies.
+        """
+        before = self._blocks.handle
+        places = self._blocks.place(tensors, are_known=are_known)
+        if self._blocks.handle is None:
+            self.unplace()
+            raise RegionError("no tensor is in device memory that can be exported")
+        others = [
+            meta.num_bytes
+            for meta, place in zip(manifest.metas, places, strict=True)
+            if place == NOT_PLACED
+        ]
+        if self._blocks.handle is not before:
+            self._offsets = packed(places)
+        self.placed_bytes = manifest.num_bytes - sum(others)
+        self._has_others = bool(others)
+        return sum(map(aligned, others))
+
+    def unplace(self) -> bool:
+        """Show no tensor any more; return whether any was."""
+        self.placed, self.placed_bytes, self._has_others = None, 0, True
+        return self._blocks.close()
 
     def make_room(self, needed_bytes: int | None) -> None:
         """Give the region up before any worker is asked, if it will not do.
@@ -59,10 +124,16 @@ class Slots:
         Workers then close it first, so that old and new memory never add up.
         """
         if choose_slot_size(self._settings, needed_bytes) > self._enough_bytes:
-            self.release()
+            self._release_region()
 
     def prepare(
-        self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello], wish: Wish
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        wish: Wish,
+        is_at_once: bool = False,
     ) -> None:
         """Keep the region if every worker has it and it is large enough, else make one.
 
@@ -71,23 +142,90 @@ class Slots:
             needed_bytes: Bytes of the update; ``None`` where that is not known.
             hellos: The workers, each with the regions that it holds open.
             wish: On which GPU, where it is device memory.
+            is_at_once: All tensors exist together, so many can be handed over together.
 
         Raises:
             RegionError: There is no memory for it; nothing is left behind.
         """
+        self._prepare_region(
+            kind, needed_bytes=needed_bytes, hellos=hellos, wish=wish, is_at_once=is_at_once
+        )
+        if self._blocks.handle is not None:
+            self.placed = Placed(len(self.regions) - 1, self._offsets)
+
+    def _prepare_region(
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        wish: Wish,
+        is_at_once: bool,
+    ) -> None:
         region = self._region
+        if region is None and not self._has_others:
+            return
         wanted_bytes = choose_slot_size(self._settings, needed_bytes)
         if region is not None and kind == self._kind:
             is_held = all(region.handle.id in hello.regions for hello in hellos)
             if is_held and wanted_bytes <= self._enough_bytes:
+                self._set_layout(is_at_once=is_at_once)
                 return
-        self.release()
+        self._release_region()
         self._wanted_bytes = wanted_bytes
         self._region, self.layout, self.num_slots = create_slots(
             kind, settings=self._settings, needed_bytes=needed_bytes, wish=wish
         )
         self._kind = kind
         self._is_memory = self._region.held_bytes > 0
+        self._set_layout(is_at_once=is_at_once)
+
+    def _set_layout(self, *, is_at_once: bool) -> None:
+        if not self._is_memory:
+            entries = MAX_ENTRIES if is_at_once else 1
+            self.layout = BucketLayout(self.layout.slot_size_bytes, max_entries=entries)
+
+    def fill(
+        self,
+        batch: int,
+        manifest: Manifest,
+        tensors: Sequence[torch.Tensor],
+        *,
+        devices: AbstractSet[torch.device],
+    ) -> None:
+        """Copy all tensors of a planned bucket into its slot.
+
+        Args:
+            batch: The bucket's number; buckets take the slots in turn.
+            manifest: What is sent. Places are kept for the manifest that came last.
+            tensors: Those that begin or go on in the bucket, in order, as
+                ``Source.ready`` gives them.
+            devices: Where they are.
+        """
+        if self._region is None:
+            raise RuntimeError("Slots.prepare was not called")
+        memory = self._region.data
+        entries = manifest.plan(self.layout, self.placed).buckets[batch]
+        if memory is None or any(e.num_bytes != manifest.metas[e.index].num_bytes for e in entries):
+            for entry, tensor in zip(entries, tensors, strict=True):
+                data = byte_view(tensor)[entry.first_byte : entry.first_byte + entry.num_bytes]
+                self.write(batch, entry.offset_bytes, data)
+            return
+        if self._placed_for is not manifest or self._placed_in is not memory:
+            self._placed_for, self._placed_in, self._places = manifest, memory, {}
+        places = self._places.get(batch)
+        if places is None:
+            start = (batch % self.num_slots) * self.layout.slot_size_bytes
+            metas = [manifest.metas[entry.index] for entry in entries]
+            places = self._places[batch] = Places(
+                memory,
+                [
+                    (start + entry.offset_bytes, getattr(torch, meta.dtype), meta.shape)
+                    for entry, meta in zip(entries, metas, strict=True)
+                ],
+            )
+        with self._region.enqueuing(devices):
+            places.fill(tensors)
 
     @property
     def _enough_bytes(self) -> float:
@@ -95,16 +233,16 @@ class Slots:
         # could be had: a slot that had to shrink would shrink again.
         return 1.1 * self._wanted_bytes
 
-    def note_failure(self, kind: str, hellos: Sequence[Hello], reason: str) -> None:
-        """Take note that a transport does not work with these very workers."""
-        self._failures[kind, _instances(hellos)] = reason
+    def note_failure(self, name: str, hellos: Sequence[Hello], reason: str) -> None:
+        """Take note that a choice does not work with these very workers."""
+        self._failures[name, _instances(hellos)] = reason
 
     def without_failures(self, choices: list[Choice], hellos: Sequence[Hello]) -> list[Choice]:
         """Return the choices that may work: what failed with these workers is not retried."""
         workers, left = _instances(hellos), list(choices)
-        while len(left) > 1 and (left[0].kind, workers) in self._failures:
-            failed = left.pop(0).kind
-            left[0] = left[0].after(failed, self._failures[failed, workers])
+        while len(left) > 1 and (left[0].name, workers) in self._failures:
+            failed = left.pop(0)
+            left[0] = left[0].after(failed, self._failures[failed.name, workers])
         return left
 
     def write(self, batch: int, offset_bytes: int, data: torch.Tensor) -> None:
@@ -129,12 +267,22 @@ class Slots:
         """Take the region's name away: every end has opened it."""
         if self._region is not None:
             self._region.unlink()
+        self._blocks.unlink()
 
-    def release(self) -> None:
-        """Give the memory back. Idempotent."""
+    def release(self) -> bool:
+        """Give the memory back, and show none of the trainer's. Idempotent.
+
+        Returns:
+            Whether workers may still have memory of the trainer's mapped.
+        """
+        self._release_region()
+        return self.unplace()
+
+    def _release_region(self) -> None:
         if self._region is not None:
             self._region.close()
         self._region = self._kind = None
+        self._places, self._placed_for, self._placed_in = {}, None, None
 
 
 def _instances(hellos: Sequence[Hello]) -> frozenset[str]:

@@ -8,10 +8,12 @@ knows all names, dtypes and shapes before the first tensor is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from .checkpoint import list_checkpoint, read_tensors
 from .errors import SourceError
 from .layout import Manifest, TensorMeta
 from .names import Names
+from .recall import Described, Recall
 from .tensors import (
     DTYPE_NAMES,
     SeenTensors,
@@ -50,11 +53,16 @@ class Source:
             shape that its meta says; it may be the trainer's own tensor, so it is
             only to be read, and let go of before the next one is asked for.
         devices: Where they are; empty for a stream, whose tensors nobody has seen yet.
+        ready: Returns the tensors from one number to another, checked, where they all
+            exist at once and are plain; instead of ``tensors``. ``None`` elsewhere.
+        is_known: They are the very tensors of the last push, at the same addresses.
     """
 
     declared: Manifest | None
     tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
     devices: frozenset[torch.device] = frozenset()
+    ready: Callable[[int, int], list[torch.Tensor]] | None = None
+    is_known: bool = False
 
     @property
     def device(self) -> torch.device | None:
@@ -68,7 +76,9 @@ class Source:
             self.tensors.close()
 
 
-def open_source(given: object, *, rename: Rename | None = None) -> Source:
+def open_source(
+    given: object, *, rename: Rename | None = None, recall: Recall | None = None
+) -> Source:
     """Turn what a user gave into a source.
 
     Args:
@@ -78,6 +88,7 @@ def open_source(given: object, *, rename: Rename | None = None) -> Source:
             ``Path``), or any other iterable of (name, tensor).
         rename: Called with each name after the trainers' wrappers were stripped from
             it; returns the checkpoint name.
+        recall: Spares what is the same as last time; given again with every push.
 
     Returns:
         A declared source, or a streamed one for an iterable that is none of the
@@ -88,13 +99,16 @@ def open_source(given: object, *, rename: Rename | None = None) -> Source:
             ``tensors``, also where it ends without one.
     """
     names = Names(rename)
+    recall = Recall() if recall is None else recall
     match given:
         case nn.Module():
-            return _open_module(given, names)
+            return _open_module(given, rename, recall)
+        case dict() if type(given) in {dict, OrderedDict}:
+            return _open_dict(given, rename, recall)
         case Mapping():
             return _open_mapping(given, names)
         case list() | tuple() | ItemsView():
-            return _open_pairs(list(given), names)
+            return _open_pairs(list(given), rename, recall)
         case str() if not given:
             raise SourceError("the path of the checkpoint is empty; nothing was sent")
         case str() | Path():
@@ -108,28 +122,41 @@ def open_source(given: object, *, rename: Rename | None = None) -> Source:
     )
 
 
-def read_metas(source: Source) -> Source:
-    """Read a stream to its end for what it would send; its tensors are dropped."""
-    with closing(source):
-        manifest = Manifest([meta for meta, _ in source.tensors])
-    return Source(declared=manifest, tensors=iter(()))
-
-
-def _open_module(module: nn.Module, names: Names) -> Source:
-    metas: list[TensorMeta] = []
-    places: list[tuple[_Table, str]] = []
-    devices: set[torch.device] = set()
-    seen = SeenTensors()
-    for name, table, leaf, is_buffer in _walk(module):
-        tensor = check_sendable(name, table[leaf])
-        if seen.add(tensor):
-            metas.append(describe(names.take(name), tensor, is_buffer=is_buffer))
-            places.append((table, leaf))
-            devices.add(tensor.device)
+def _open_module(module: nn.Module, rename: Rename | None, recall: Recall) -> Source:
+    walked = list(_walk(module))
+    keys = [(name, is_buffer) for name, _, _, is_buffer in walked]
+    tensors = [table[leaf] for _, table, leaf, _ in walked]
+    known = recall.find(keys, tensors, rename)
+    if known is None:
+        known = _describe_module(walked, keys, rename)
+        recall.note(known, tensors)
+    places = [walked[position][1:3] for position in known.sent]
     # Looked up anew: a trainer may replace a parameter after it was declared.
-    return declare(
-        metas, lambda: (table.get(leaf) for table, leaf in places), what="module", devices=devices
+    return _declare(
+        known.manifest,
+        lambda first, end: [table.get(leaf) for table, leaf in places[first:end]],
+        what="module",
+        recall=recall,
     )
+
+
+def _describe_module(
+    walked: list[tuple[str, _Table, str, bool]], keys: list[tuple[str, bool]], rename: Rename | None
+) -> Described:
+    names, metas, sent, seen = Names(rename), [], [], SeenTensors()
+    twins: list[tuple[int, int]] = []
+    first_of: dict[int, int] = {}
+    for position, (name, table, leaf, is_buffer) in enumerate(walked):
+        tensor = check_sendable(name, table[leaf])
+        twin = seen.add(tensor)
+        if twin is None:
+            first_of[id(tensor)] = position
+            metas.append(describe(names.take(name), tensor, is_buffer=is_buffer))
+            sent.append(position)
+        else:
+            twins.append((position, first_of[id(twin)]))
+    manifest = Manifest(metas)
+    return Described(keys=keys, rename=rename, manifest=manifest, sent=sent, twins=twins)
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, _Table, str, bool]]:
@@ -155,15 +182,42 @@ def _open_mapping(given: Mapping[object, object], names: Names) -> Source:
         devices.add(tensor.device)
         # A lazy mapping would otherwise hold all of its tensors at once.
         del tensor
-    return declare(metas, lambda: (given.get(key) for key in keys), what="mapping", devices=devices)
+    tensors = _fetch_declared(metas, lambda: (given.get(key) for key in keys))
+    return _checked_source(metas, tensors, what="mapping", devices=devices)
 
 
-def _open_pairs(given: list[object], names: Names) -> Source:
+def _open_dict(given: dict[object, object], rename: Rename | None, recall: Recall) -> Source:
+    keys = list(given)
+    manifest = _describe_all(keys, list(given.values()), rename, recall)
+    fetch = given.get
+    return _declare(
+        manifest,
+        lambda first, end: [fetch(key) for key in keys[first:end]],
+        what="mapping",
+        recall=recall,
+    )
+
+
+def _open_pairs(given: list[object], rename: Rename | None, recall: Recall) -> Source:
     pairs = [_pair(item, position) for position, item in enumerate(given)]
-    metas = [meta_of(names.take(name), tensor) for name, tensor in pairs]
-    # Tensors, each of them: meta_of has let them through.
-    devices = {tensor.device for _, tensor in pairs if isinstance(tensor, torch.Tensor)}
-    return declare(metas, lambda: (tensor for _, tensor in pairs), what="list", devices=devices)
+    keys, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
+    manifest = _describe_all(keys, tensors, rename, recall)
+    return _declare(manifest, lambda first, end: tensors[first:end], what="list", recall=recall)
+
+
+def _describe_all(
+    keys: list[object], tensors: list[object], rename: Rename | None, recall: Recall
+) -> Manifest:
+    known = recall.find(keys, tensors, rename)
+    if known is not None:
+        return known.manifest
+    names = Names(rename)
+    manifest = Manifest(
+        [meta_of(names.take(name), one) for name, one in zip(keys, tensors, strict=True)]
+    )
+    sent = range(len(keys))
+    recall.note(Described(keys=keys, rename=rename, manifest=manifest, sent=sent), tensors)
+    return manifest
 
 
 def _open_checkpoint(path: Path, names: Names) -> Source:
@@ -177,18 +231,19 @@ def _open_checkpoint(path: Path, names: Names) -> Source:
         )
         for item in stored
     ]
+    tensors = _fetch_declared(metas, lambda: read_tensors(stored))
     devices = {torch.device("cpu")}
-    return declare(metas, lambda: read_tensors(stored), what=f"checkpoint {path}", devices=devices)
+    return _checked_source(metas, tensors, what=f"checkpoint {path}", devices=devices)
 
 
 def declare(
-    metas: list[TensorMeta],
+    metas: Sequence[TensorMeta],
     fetch: Callable[[], Iterator[object]],
     *,
     what: str,
     devices: Iterable[torch.device],
 ) -> Source:
-    """Return a declared source.
+    """Return a declared source of tensors that are made one by one.
 
     Args:
         metas: What will come, in order.
@@ -199,14 +254,57 @@ def declare(
     Raises:
         SourceError: It holds no tensors.
     """
+    return _checked_source(metas, _fetch_declared(metas, fetch), what=what, devices=devices)
+
+
+def read_metas(source: Source) -> Source:
+    """Read a stream to its end for what it would send; its tensors are dropped."""
+    with closing(source):
+        manifest = Manifest([meta for meta, _ in source.tensors])
+    return Source(declared=manifest, tensors=iter(()))
+
+
+def _declare(
+    manifest: Manifest,
+    fetch: Callable[[int, int], list[object]],
+    *,
+    what: str,
+    recall: Recall,
+) -> Source:
+    """Return the source of tensors that exist all at once, unless they are to be gathered."""
+    metas = manifest.metas
+
+    def ready(first: int, end: int) -> list[torch.Tensor]:
+        found = fetch(first, end)
+        # Looked at again: a trainer's other threads, and its progress, may change them.
+        if not recall.are_unchanged(found, first=first):
+            for index, one in enumerate(found, start=first):
+                check_unchanged(metas[index], one)
+        return cast(list[torch.Tensor], found)
+
+    tensors = _fetch_declared(metas, lambda: (fetch(i, i + 1)[0] for i in range(len(metas))))
+    source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=recall.devices)
+    if recall.is_sharded:
+        return source
+    return replace(source, ready=ready, is_known=recall.is_known)
+
+
+def _checked_source(
+    metas: Sequence[TensorMeta],
+    tensors: Iterator[tuple[TensorMeta, torch.Tensor]],
+    *,
+    what: str,
+    devices: Iterable[torch.device],
+    manifest: Manifest | None = None,
+) -> Source:
     if not metas:
         raise SourceError(f"the {what} holds no tensors; nothing was sent")
-    tensors = _fetch_declared(metas, fetch)
-    return Source(declared=Manifest(metas), tensors=tensors, devices=frozenset(devices))
+    declared = Manifest(metas) if manifest is None else manifest
+    return Source(declared=declared, tensors=tensors, devices=frozenset(devices))
 
 
 def _fetch_declared(
-    metas: list[TensorMeta], fetch: Callable[[], Iterator[object]]
+    metas: Sequence[TensorMeta], fetch: Callable[[], Iterator[object]]
 ) -> Generator[tuple[TensorMeta, torch.Tensor], None, None]:
     with ExitStack() as stack:
         found = fetch()

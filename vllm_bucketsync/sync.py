@@ -32,6 +32,7 @@ from .errors import (
 from .merging import open_weights
 from .outcome import after_commit, check_calls, explained
 from .peft_models import open_adapter
+from .recall import Recall
 from .report import AdapterReport, PushReport, adapter_report_of, report_of
 from .rundir import remove_stale
 from .sender import Sender
@@ -91,6 +92,7 @@ class WeightSync:
         self._engines = connect(engine, api_key=api_key)
         self._expected_workers = expected_workers
         self._slots = Slots(self._settings)
+        self._recall = Recall()
         self._listener: Listener | None = None
         self._calls: list[UpdateCall] = []
         self._lock = threading.Lock()
@@ -127,6 +129,7 @@ class WeightSync:
         dry_run: bool = False,
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
+        zero_copy: bool = False,
         progress: Progress | None = None,
     ) -> PushReport:
         """Give the engine new weights, and return when every worker uses them.
@@ -150,6 +153,10 @@ class WeightSync:
                 lets them end on the old weights, for ``connect_timeout_s`` at most;
                 ``abort`` ends them; ``keep`` freezes them, to go on with the new ones.
             resume_torn: Let requests run again even on an engine that was left torn.
+            zero_copy: Let workers read tensors on a GPU where they lie, which halves the
+                time. Your promise that this memory stays allocated until ``release()``
+                or ``close()``: call one of them before you move, free or offload it.
+                What cannot be read so goes through slots in the same update.
             progress: Called with the bytes packed so far, and their total or ``None``.
 
         Returns:
@@ -168,9 +175,14 @@ class WeightSync:
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns = check_patterns(partial)
             self._check_ready()
-            opened = open_weights(source, rename=rename, merge=merge)
+            opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
             sender = self._give(
-                opened, asking, version=check_version(version), partial=patterns, is_dry_run=dry_run
+                opened,
+                asking,
+                version=check_version(version),
+                partial=patterns,
+                is_dry_run=dry_run,
+                is_zero_copy=zero_copy,
             )
         return self._logged(report_of(sender, self._slots, **self._outcome(begin_s)))
 
@@ -339,8 +351,8 @@ class WeightSync:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._slots.release()
-            if may_ask and reclaim():
+            is_mapped = self._slots.release()
+            if (reclaim() or is_mapped) and may_ask:
                 self._let_workers_look()
             self._stop_listening()
             for engine in self._engines:
@@ -417,7 +429,15 @@ class WeightSync:
         for engine in self._engines:
             engine.check_ready()
 
-    def _give(self, source: Source, asking: Asking, *, is_dry_run: bool, **what: Any) -> Sender:
+    def _give(
+        self,
+        source: Source,
+        asking: Asking,
+        *,
+        is_dry_run: bool,
+        is_zero_copy: bool = False,
+        **what: Any,
+    ) -> Sender:
         """Run one update of ``source``; ``what`` is the rest of an ``Update``."""
         if is_dry_run and source.declared is None:
             source = read_metas(source)
@@ -432,6 +452,7 @@ class WeightSync:
             transport=self._settings.transport,
             is_in_process=self._is_in_process,
             device=source.device,
+            is_zero_copy=is_zero_copy and source.ready is not None and not is_dry_run,
         )
         wish.check()
         sender = Sender(update=update, source=source, slots=self._slots, wish=wish)

@@ -108,6 +108,23 @@ def check_unchanged(meta: TensorMeta, value: object) -> torch.Tensor:
     return tensor
 
 
+def is_as_described(tensor: object, *, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Whether a tensor is, at a glance, sendable and what was described; else look closer.
+
+    For the tensors of a source that has not changed since the last push: most of what
+    ``check_sendable`` looks at follows from a plain type and a known dtype.
+    """
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.dtype is dtype  # type: ignore[attr-defined]
+        and not tensor.is_nested  # type: ignore[attr-defined]
+        and tensor.layout is torch.strided  # type: ignore[attr-defined]
+        and tensor.shape == shape  # type: ignore[attr-defined]
+        and not tensor.is_meta  # type: ignore[attr-defined]
+        and _has_memory(tensor)  # type: ignore[arg-type]
+    )
+
+
 def gather(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a DTensor, and any other tensor as it is.
 
@@ -116,7 +133,7 @@ def gather(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         SourceError: What was gathered is not what ``meta`` says.
     """
-    if not _is_dtensor(tensor):
+    if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         return check_unchanged(meta, tensor.full_tensor())  # type: ignore[attr-defined]
@@ -129,18 +146,19 @@ class SeenTensors:
         # They stay alive here, so that no address comes back with another tensor.
         self._by_address: dict[int, list[torch.Tensor]] = {}
 
-    def add(self, tensor: torch.Tensor) -> bool:
-        """Take note of a tensor, and return whether it is new."""
+    def add(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Take note of a new tensor; return the first one that is the same, or ``None``."""
         # Where nothing but the object can tell, its identity stands for its address. No
         # bytes, no address; and a DTensor's local part may be empty on one rank only,
         # while every rank must come to the same answer.
-        has_address = bool(tensor.numel()) and not _is_dtensor(tensor)
+        has_address = bool(tensor.numel()) and not is_sharded(tensor)
         address = tensor.data_ptr() if has_address else -id(tensor)
         neighbours = self._by_address.setdefault(address, [])
-        if any(other is tensor or _show_the_same(other, tensor) for other in neighbours):
-            return False
+        for other in neighbours:
+            if other is tensor or _show_the_same(other, tensor):
+                return other
         neighbours.append(tensor)
-        return True
+        return None
 
 
 def _show_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -154,7 +172,8 @@ def _show_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _is_dtensor(value: object) -> bool:
+def is_sharded(value: object) -> bool:
+    """Whether a tensor is a DTensor: to be gathered before it is sent."""
     # No DTensor exists before its module does, and loading that takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return isinstance(value, getattr(module, "DTensor", ()))
@@ -167,7 +186,7 @@ def _refusal(value: object) -> tuple[str, str] | None:
     refusal = None
     is_dtensor = False
     if type(value) not in _PLAIN_TYPES:
-        is_dtensor = _is_dtensor(value)
+        is_dtensor = is_sharded(value)
         refusal = None if is_dtensor else _refuse_subclass(value)
     if refusal is None:
         refusal = _refuse_form(value)

@@ -6,7 +6,7 @@ The sink is driven through one bucket that is poisoned after every load.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from vllm_bucketsync import AdapterConfigError, AdapterError, AdapterTensorError
 from vllm_bucketsync.adapters import id_of, spec_of
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.messages import Open
-from vllm_bucketsync.sinks import Piece
+from vllm_bucketsync.sinks import Bucket, Piece
 from vllm_bucketsync.worker.lora import shelf, sleeps
 from vllm_bucketsync.worker.lora.sink import AdapterSink, in_host_memory, parts_of_one_copy
 from vllm_bucketsync.worker.weights import WeightSink
@@ -76,8 +76,8 @@ def evicted(llm: Any, tmp_path: Path) -> None:
 class KeepsViews(AdapterSink):
     """What a sink would be without its clones."""
 
-    def load(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
+    def load(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
             self._metas[piece.index] = piece.meta
             self._whole[piece.index] = piece.tensor()
 
@@ -169,7 +169,8 @@ def test_an_abort_at_any_point_leaves_the_adapter_that_was_there(llm: Any) -> No
     cut.open(Manifest(metas_of(tensors_of(2))))
     name, tensor = next(iter(tensors_of(2).items()))
     data = tensor.contiguous().view(-1).view(torch.uint8)[:256]
-    cut.load([Piece(index=0, meta=metas_of({name: tensor})[0], first_byte=0, data=data)])
+    piece = Piece(index=0, meta=metas_of({name: tensor})[0], first_byte=0, data=data)
+    cut.load(Bucket(seq=0, pieces=(piece,)))
     with pytest.raises(AdapterTensorError, match="only 256/1024 bytes came"):
         cut.prepare()
     cut.release()

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_bucketsync.boxes import Box
 from vllm_bucketsync.worker.coverage import cover
-from vllm_bucketsync.worker.record import Box
 
 WHOLE = (6, 4, 5)
 

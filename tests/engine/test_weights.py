@@ -11,6 +11,7 @@ from support import engines, tiny_models
 from support.pushes import load_all, metas_of, push, run
 from support.worlds import World
 
+from vllm_bucketsync.config import PlanMode
 from vllm_bucketsync.errors import (
     DuplicateTensorError,
     EngineState,
@@ -132,9 +133,11 @@ def test_only_what_vllm_keeps_is_cloned(world: World) -> None:
     tensors = world.tensors(0)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
-    report = push(world.sink(), tensors, slot_size_bytes=1 << 23)
-    in_small_ones = push(world.sink(), tensors, slot_size_bytes=200_000)
+    by_plan = push(world.sink(), tensors, slot_size_bytes=512)
+    report = push(world.sink(mode=PlanMode.OFF), tensors, slot_size_bytes=1 << 23)
+    in_small_ones = push(world.sink(mode=PlanMode.OFF), tensors, slot_size_bytes=200_000)
 
+    assert by_plan.cloned_bytes == 0
     # The padded head waits for the end, so vLLM keeps it.
     padded = {"qwen3": 2 * tensors["lm_head.weight"].nbytes, "glm4_moe": 0}
     assert report.cloned_bytes == padded[world.kind]
@@ -256,7 +259,7 @@ def test_after_a_loader_raised_the_state_is_told_truly_and_the_next_update_is_ex
     before = world.live(), world.outputs()
     # Loaded last to first, so that whole modules come late.
     tensors = dict(reversed(world.tensors(1).items()))
-    sink = world.sink()
+    sink = world.sink(mode=PlanMode.OFF)
     sink.open(Manifest(metas_of(tensors)))
 
     with monkeypatch.context() as patch:
@@ -285,7 +288,7 @@ def test_an_abort_works_wherever_vllm_raised(
     push(world.sink(), world.tensors(0))
     before = world.live(), world.outputs(), world.addresses()
     tensors = world.tensors(1)
-    sink = world.sink()
+    sink = world.sink(mode=PlanMode.OFF)
     name = {
         "begin": "restore_layer_on_meta",
         "process": "materialize_layer",
@@ -443,7 +446,7 @@ def test_a_stream_may_leave_its_manifest(world: World) -> None:
     items = list(tensors.items())
     load_all(sink, items[:5], slot_size_bytes=20_000)
     sink.deviate(5)
-    load_all(sink, items[:4:-1], slot_size_bytes=20_000)
+    load_all(sink, items[:4:-1], slot_size_bytes=20_000, first=5)
     sink.prepare()
     sink.commit()
 
@@ -460,7 +463,7 @@ def test_a_stream_that_left_its_manifest_is_checked_at_the_end(world: World) -> 
     items = list(tensors.items())
     load_all(sink, items[:5], slot_size_bytes=20_000)
     sink.deviate(5)
-    load_all(sink, items[5:-1], slot_size_bytes=20_000)
+    load_all(sink, items[5:-1], slot_size_bytes=20_000, first=5)
 
     with pytest.raises(MissingTensorError, match=items[-1][0]):
         sink.prepare()

@@ -68,6 +68,13 @@ def test_pushes_from_the_gpu_and_from_the_host_are_exact_and_move_nothing(
             report = sync.push(model_of(kind, seed), version=f"gpu {seed}")
             assert report.transport == ("cuda_ipc" if transport == "auto" else "shm")
             assert holding(llm) == expected
+    if transport == "auto":
+        with WeightSync(llm) as sync:
+            model = model_of(kind, 1)
+            for version in ("first", "warm"):
+                report = sync.push(model, version=version, zero_copy=True)
+                assert report.zero_copy_bytes == report.num_bytes
+                assert holding(llm) == new
     for slot_size in (1024, "64KiB"):
         with WeightSync(llm, transport=transport, slot_size=slot_size) as small:
             small.push(tiny_models.checkpoint_tensors(kind, seed=0), version="host")

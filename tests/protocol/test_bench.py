@@ -42,6 +42,8 @@ def check(found: dict[str, Any]) -> None:
     assert found["num_buckets"] >= found["num_bytes"] / found["slot_size_bytes"]
     assert found["num_threads"] >= 1
     assert found["transport"] == "shm"
+    assert found["device"] == "cpu"
+    assert found["compared_with"] == "memcpys"
     assert "DiscardSink" in found["compared"]
     assert found["versions"]["vllm_bucketsync"] == vllm_bucketsync.__version__
     assert found["versions"]["torch"] == torch.__version__
@@ -87,6 +89,30 @@ def test_json_on_stdout_is_all_that_is_there(capsys: pytest.CaptureFixture[str])
     check(found)
     assert (found["dtype"], found["slot_size_bytes"]) == ("float32", 64 * 1024)
     assert "two memcpys" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "cuda"], "finds no GPU here; use --device cpu"),
+        (["--transport", "cuda_ipc"], "transport 'cuda_ipc' cannot be used"),
+    ],
+)
+def test_what_needs_a_gpu_says_so_where_there_is_none(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main([*TINY, *arguments])
+
+    assert code == ExitCode.UNAVAILABLE
+    assert text in capsys.readouterr().err
+
+
+def test_a_transport_that_is_asked_for_carries_it(tmp_path: Path) -> None:
+    code = cli.main([*TINY, "--transport", "shm", "--json", str(tmp_path / "found.json")])
+
+    assert code == ExitCode.OK
+    check(json.loads((tmp_path / "found.json").read_text()))
 
 
 @pytest.mark.parametrize("size", ["", "12MB", "-1", "much"])

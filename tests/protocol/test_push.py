@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from support.bytes_of import bytes_of
 from support.thread_engine import KeepingSink, ThreadEngine
 
 from vllm_bucketsync.errors import ChannelTimeoutError, ConfigError, EngineBusyError, SourceError
-from vllm_bucketsync.sinks import Piece
+from vllm_bucketsync.sinks import Bucket
 from vllm_bucketsync.sync import WeightSync
 
 DTYPES = [
@@ -290,8 +290,8 @@ class DroppingSink(KeepingSink):
         super().__init__()
         self.bytes = bytearray()
 
-    def load(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
+    def load(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
             self.bytes += piece.data.numpy().tobytes()
 
 

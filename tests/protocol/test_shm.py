@@ -16,7 +16,7 @@ from support.regions import random_bytes
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import RegionError
-from vllm_bucketsync.messages import ShmHandle
+from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.rundir import remove_stale
 from vllm_bucketsync.transport.shm import OpenedShm, ShmRegion, create_slots
 
@@ -26,7 +26,7 @@ NUM_BYTES = 4 * MIB
 OPENER = """
 import hashlib, os, sys
 import msgspec
-from vllm_bucketsync.messages import ShmHandle
+from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.transport.shm import OpenedShm
 
 opened = OpenedShm.open(msgspec.json.decode(sys.argv[1], type=ShmHandle))

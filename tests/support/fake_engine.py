@@ -23,7 +23,7 @@ from vllm_bucketsync import serve
 from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, verdict
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
-from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
+from vllm_bucketsync.sinks import Bucket, DiscardSink, SinkReport
 from vllm_bucketsync.transport.devices import uuid_of
 
 
@@ -42,8 +42,8 @@ class RecordingSink:
     def deviate(self, index: int) -> None:
         pass
 
-    def load(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
+    def load(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
             digest = self.hashes.setdefault(piece.meta.name, hashlib.blake2b(digest_size=16))
             digest.update(piece.data.cpu().numpy().tobytes())
             self.seen[piece.meta.name] = piece.meta
@@ -91,10 +91,10 @@ class FaultySink(RecordingSink):
         self._strike("open")
         super().open(manifest)
 
-    def load(self, pieces: Sequence[Piece]) -> None:
+    def load(self, bucket: Bucket) -> None:
         if self.hashes:
             self._strike("load")
-        super().load(pieces)
+        super().load(bucket)
 
     def prepare(self) -> None:
         self._strike("prepare")

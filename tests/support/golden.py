@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.layout import BucketLayout
-from vllm_bucketsync.messages import PROTOCOL_VERSION, Hello, Open, Region, ShmHandle
+from vllm_bucketsync.messages import PROTOCOL_VERSION, Hello, Open, Region
 
 HELLO = Hello(
     token="t",  # noqa: S106

@@ -7,7 +7,7 @@ Recorded once, never computed: whoever changes the wire changes ``PROTOCOL_VERSI
 
 from __future__ import annotations
 
-from vllm_bucketsync import messages
+from vllm_bucketsync import handles, messages
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import BucketLayout, Entry, TensorMeta
 from vllm_bucketsync.messages import Message
@@ -33,24 +33,24 @@ GOLDEN: list[tuple[Message, str]] = [
         messages.Open(
             update_id="u", version="7", kind="weights", transport="shm",
             handles=(
-                messages.ShmHandle(id="r", path="/dev/shm/x", num_bytes=1024, canary=b"c" * 32),
-                messages.InprocHandle(id="q", num_bytes=512),
+                handles.ShmHandle(id="r", path="/dev/shm/x", num_bytes=1024, canary=b"c" * 32),
+                handles.InprocHandle(id="q", num_bytes=512),
             ),
             regions=(messages.Region(0, 0, 512), messages.Region(0, 512, 512)),
             layout=BucketLayout(512, 3), manifest="m", num_metas=2, is_declared=True,
             transport_reason="asked for", partial=("*.bias",),
         ),
         (
-            "8ea474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
+            "8fa474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
             "656967687473a97472616e73706f7274a373686da768616e646c65739285a474797065a373686da2"
             "6964a172a470617468aa2f6465762f73686d2f78a96e756d5f6279746573cd0400a663616e617279"
             "c420636363636363636363636363636363636363636363636363636363636363636383a474797065"
             "a6696e70726f63a26964a171a96e756d5f6279746573cd0200a7726567696f6e7392930000cd0200"
             "9300cd0200cd0200a66c61796f757482af736c6f745f73697a655f6279746573cd0200ab6d61785f"
             "656e747269657303a86d616e6966657374a16da96e756d5f6d6574617302ab69735f6465636c6172"
-            "6564c3b07472616e73706f72745f726561736f6ea961736b656420666f72a77061727469616c91a6"
-            "2a2e62696173a761646170746572c0"
-        ),
+            "6564c3b07472616e73706f72745f726561736f6ea961736b656420666f72a6706c61636564c0a770"
+            "61727469616c91a62a2e62696173a761646170746572c0"
+    ),
     ),
     (
         messages.Open(
@@ -58,20 +58,21 @@ GOLDEN: list[tuple[Message, str]] = [
             layout=BucketLayout(256),
         ),
         (
-            "8ea474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a764"
+            "8fa474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a764"
             "697363617264a97472616e73706f7274a6696e70726f63a768616e646c657390a7726567696f6e73"
             "90a66c61796f757482af736c6f745f73697a655f6279746573cd0100ab6d61785f656e7472696573"
             "cd2000a86d616e6966657374c0a96e756d5f6d6574617300ab69735f6465636c61726564c2b07472"
-            "616e73706f72745f726561736f6ea0a77061727469616c90a761646170746572c0"
-        ),
+            "616e73706f72745f726561736f6ea0a6706c61636564c0a77061727469616c90a761646170746572"
+            "c0"
+    ),
     ),
     (
         messages.Open(
             update_id="u", version="7", kind="weights", transport="cuda_ipc",
             handles=(
-                messages.CudaIpcHandle(
+                handles.CudaIpcHandle(
                     id="r", boot_id="b", device_uuid="GPU-1", num_bytes=512, memory=b"m" * 64,
-                    lease=messages.ShmHandle(id="r", path="/x", num_bytes=256, canary=b"c" * 32),
+                    lease=handles.ShmHandle(id="r", path="/x", num_bytes=256, canary=b"c" * 32),
                     events=(b"d" * 64, b"e" * 64),
                 ),
             ),
@@ -79,7 +80,7 @@ GOLDEN: list[tuple[Message, str]] = [
             layout=BucketLayout(256),
         ),
         (
-            "8ea474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
+            "8fa474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a777"
             "656967687473a97472616e73706f7274a8637564615f697063a768616e646c65739188a474797065"
             "a8637564615f697063a26964a172a56c6561736585a474797065a373686da26964a172a470617468"
             "a22f78a96e756d5f6279746573cd0100a663616e617279c420636363636363636363636363636363"
@@ -92,9 +93,9 @@ GOLDEN: list[tuple[Message, str]] = [
             "65656565656565656565656565656565656565656565656565656565656565a7726567696f6e7392"
             "930000cd01009300cd0100cd0100a66c61796f757482af736c6f745f73697a655f6279746573cd01"
             "00ab6d61785f656e7472696573cd2000a86d616e6966657374c0a96e756d5f6d6574617300ab6973"
-            "5f6465636c61726564c2b07472616e73706f72745f726561736f6ea0a77061727469616c90a76164"
-            "6170746572c0"
-        ),
+            "5f6465636c61726564c2b07472616e73706f72745f726561736f6ea0a6706c61636564c0a7706172"
+            "7469616c90a761646170746572c0"
+    ),
     ),
     (
         messages.Open(
@@ -105,13 +106,13 @@ GOLDEN: list[tuple[Message, str]] = [
             ),
         ),
         (
-            "8ea474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a761"
+            "8fa474797065a46f70656ea97570646174655f6964a175a776657273696f6ea137a46b696e64a761"
             "646170746572a97472616e73706f7274a373686da768616e646c657390a7726567696f6e7390a66c"
             "61796f757482af736c6f745f73697a655f6279746573cd0100ab6d61785f656e7472696573cd2000"
             "a86d616e6966657374c0a96e756d5f6d6574617300ab69735f6465636c61726564c3b07472616e73"
-            "706f72745f726561736f6ea0a77061727469616c90a76164617074657284a46e616d65a170ab6c6f"
-            "72615f696e745f6964ce40000000a96c6f72615f70617468b06275636b657473796e633a2f2f7040"
-            "37a6636f6e666967a77b2272223a347d"
+            "706f72745f726561736f6ea0a6706c61636564c0a77061727469616c90a76164617074657284a46e"
+            "616d65a170ab6c6f72615f696e745f6964ce40000000a96c6f72615f70617468b06275636b657473"
+            "796e633a2f2f704037a6636f6e666967a77b2272223a347d"
         ),
     ),
     (
@@ -165,18 +166,37 @@ GOLDEN: list[tuple[Message, str]] = [
     (
         messages.Done(),
         (
-            "86a474797065a4646f6e65ac636c6f6e65645f627974657300a7736b697070656490a56e6f746573"
-            "90a66c6f61645f73cb0000000000000000a6776169745f73cb0000000000000000"
+            "87a474797065a4646f6e65a573706c697487aa6e756d5f64697265637400ac6469726563745f6279"
+            "74657300ad6e756d5f70726f63657373656400af70726f6365737365645f627974657300aa6e756d"
+            "5f6c6f6164656400ac6c6f616465645f627974657300a970726f636573735f73cb00000000000000"
+            "00ac636c6f6e65645f627974657300a7736b697070656490a56e6f74657390a66c6f61645f73cb00"
+            "00000000000000a6776169745f73cb0000000000000000"
         ),
     ),
     (
         messages.Done(
-            cloned_bytes=9, skipped=("rope.inv_freq",), notes=("cast",), load_s=0.5, wait_s=0.25
+            split=messages.LoadSplit(
+                num_direct=1,
+                direct_bytes=256,
+                num_processed=2,
+                processed_bytes=70_000,
+                num_loaded=3,
+                loaded_bytes=4,
+                process_s=0.5,
+            ),
+            cloned_bytes=9,
+            skipped=("rope.inv_freq",),
+            notes=("cast",),
+            load_s=0.5,
+            wait_s=0.25,
         ),
         (
-            "86a474797065a4646f6e65ac636c6f6e65645f627974657309a7736b697070656491ad726f70652e"
-            "696e765f66726571a56e6f74657391a463617374a66c6f61645f73cb3fe0000000000000a6776169"
-            "745f73cb3fd0000000000000"
+            "87a474797065a4646f6e65a573706c697487aa6e756d5f64697265637401ac6469726563745f6279"
+            "746573cd0100ad6e756d5f70726f63657373656402af70726f6365737365645f6279746573ce0001"
+            "1170aa6e756d5f6c6f6164656403ac6c6f616465645f627974657304a970726f636573735f73cb3f"
+            "e0000000000000ac636c6f6e65645f627974657309a7736b697070656491ad726f70652e696e765f"
+            "66726571a56e6f74657391a463617374a66c6f61645f73cb3fe0000000000000a6776169745f73cb"
+            "3fd0000000000000"
         ),
     ),
     (

@@ -57,17 +57,25 @@ def hashes_of(tensors: dict[str, torch.Tensor]) -> Loaded:
     }
 
 
-def _train(pipe: Connection, settings: dict[str, Any], device: str) -> None:
+def _train(pipe: Connection, settings: dict[str, Any], device: str, is_zero_copy: bool) -> None:
     """Push with whatever allocator the environment says, and tell what came of it."""
     tensors = many_tensors(device)
     with FakeEngine(device="cuda:0") as engine, WeightSync(engine, **settings) as sync:
-        reports = [sync.push(tensors, version=version) for version in range(3)]
+        reports = [
+            sync.push(tensors, version=version, zero_copy=is_zero_copy) for version in range(3)
+        ]
         (loaded,) = engine.call("loaded")
         told = [(report.transport, report.transport_reason) for report in reports]
         pipe.send((told, loaded == hashes_of(tensors)))
 
 
-def train_with(environment: dict[str, str], *, device: str = "cuda", **settings: Any) -> Any:
+def train_with(
+    environment: dict[str, str],
+    *,
+    device: str = "cuda",
+    is_zero_copy: bool = False,
+    **settings: Any,
+) -> Any:
     """Run a trainer and its engine under an environment.
 
     Returns:
@@ -77,7 +85,7 @@ def train_with(environment: dict[str, str], *, device: str = "cuda", **settings:
     os.environ.update(environment)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_train, args=(theirs, settings, device))
+    process = context.Process(target=_train, args=(theirs, settings, device, is_zero_copy))
     try:
         process.start()
         theirs.close()

@@ -9,11 +9,13 @@ import torch
 from vllm_bucketsync.layout import (
     ALIGNMENT_BYTES,
     BucketLayout,
+    Entry,
     Manifest,
     TensorMeta,
     plan_buckets,
 )
-from vllm_bucketsync.sinks import Piece, Sink, SinkReport
+from vllm_bucketsync.sinks import Bucket, Piece, Sink, SinkReport
+from vllm_bucketsync.tensors import byte_view
 
 Tensors = Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]
 
@@ -37,30 +39,38 @@ def metas_of(tensors: Tensors, *, buffers: Iterable[str] = ()) -> list[TensorMet
 
 
 def load_all(
-    sink: Sink, tensors: Tensors, *, slot_size_bytes: int, buffers: Iterable[str] = ()
+    sink: Sink,
+    tensors: Tensors,
+    *,
+    slot_size_bytes: int,
+    buffers: Iterable[str] = (),
+    first: int = 0,
 ) -> None:
-    """Send tensors through one reused bucket, which is poisoned after each load."""
+    """Send tensors through one reused bucket, which is poisoned after each load.
+
+    The first of them is number ``first`` of its update.
+    """
     metas = metas_of(tensors, buffers=buffers)
     layout = BucketLayout(slot_size_bytes=-(-slot_size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     plain = [
         tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in _pairs(tensors)
     ]
     bucket = torch.full((layout.slot_size_bytes,), POISON, dtype=torch.uint8)
-    for entries in plan_buckets(metas, layout=layout):
+    for seq, entries in enumerate(plan_buckets(metas, layout=layout)):
         pieces = []
         for entry in entries:
             data = bucket[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
             data.copy_(plain[entry.index][entry.first_byte : entry.first_byte + entry.num_bytes])
             pieces.append(
                 Piece(
-                    index=entry.index,
+                    index=first + entry.index,
                     meta=metas[entry.index],
                     first_byte=entry.first_byte,
                     data=data,
                 )
             )
         try:
-            sink.load(pieces)
+            sink.load(Bucket(seq=seq, pieces=tuple(pieces)))
         finally:
             bucket.fill_(POISON)
 
@@ -102,3 +112,59 @@ def push(
 
 def _pairs(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
     return list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+
+
+class Warm:
+    """Pushes through slots that stay, so that planned buckets come again as the same objects.
+
+    Attributes:
+        buckets: Those of the manifest that was pushed last, by number.
+    """
+
+    def __init__(self, *, slot_size_bytes: int = 20_224, num_slots: int = 2) -> None:
+        self._layout = BucketLayout(slot_size_bytes)
+        self._slots = [
+            torch.full((slot_size_bytes,), POISON, dtype=torch.uint8) for _ in range(num_slots)
+        ]
+        self._manifest: Manifest | None = None
+        self.buckets: list[Bucket] = []
+
+    def push(self, sink: Sink, tensors: Tensors) -> SinkReport:
+        """Run one whole declared update; one that fails is aborted."""
+        manifest = Manifest(metas_of(tensors))
+        if self._manifest is None or self._manifest.digest != manifest.digest:
+            self._manifest = manifest
+            self.buckets = [
+                self._bucket(seq, entries)
+                for seq, entries in enumerate(plan_buckets(manifest.metas, layout=self._layout))
+            ]
+        plain = [byte_view(tensor) for _, tensor in _pairs(tensors)]
+        try:
+            sink.open(manifest)
+            for bucket in self.buckets:
+                for piece in bucket.pieces:
+                    end = piece.first_byte + piece.data.numel()
+                    piece.data.copy_(plain[piece.index][piece.first_byte : end])
+                sink.load(bucket)
+                self._slots[bucket.seq % len(self._slots)].fill_(POISON)
+            sink.prepare()
+            return sink.commit()
+        except BaseException:
+            sink.abort()
+            raise
+        finally:
+            sink.release()
+
+    def _bucket(self, seq: int, entries: Iterable[Entry]) -> Bucket:
+        slot = self._slots[seq % len(self._slots)]
+        metas = () if self._manifest is None else self._manifest.metas
+        pieces = tuple(
+            Piece(
+                index=entry.index,
+                meta=metas[entry.index],
+                first_byte=entry.first_byte,
+                data=slot[entry.offset_bytes : entry.offset_bytes + entry.num_bytes],
+            )
+            for entry in entries
+        )
+        return Bucket(seq=seq, pieces=pieces, is_kept=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_bucketsync.errors import LocalProtocolError, RegionError, RemoteProtocolError
+from vllm_bucketsync.handles import Handle
 from vllm_bucketsync.layout import ALIGNMENT_BYTES
-from vllm_bucketsync.messages import Handle
 from vllm_bucketsync.transport.base import OpenedRegion, OwnedRegion
 
 NUM_BYTES = 16 * ALIGNMENT_BYTES

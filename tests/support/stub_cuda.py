@@ -18,6 +18,23 @@ class StubHandle:
         self.reserved = reserved
 
 
+class StubDriver(ModuleType):
+    """Stands for ``cuda.bindings.driver``.
+
+    Attributes:
+        allocation: First address and length of whatever is asked for.
+        code: What it fails with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.allocation = (0, 1 << 60)
+        self.code = 0
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:  # noqa: N802
+        return (self.code, *self.allocation)
+
+
 class StubRuntime(ModuleType):
     """Stands for ``cuda.bindings.runtime``.
 
@@ -27,12 +44,14 @@ class StubRuntime(ModuleType):
         device: The device that is selected.
         devices: On which device each of ``calls`` ran.
         last_error: What the next call of anybody would raise.
+        driver: The driver that goes with it.
     """
 
     cudaIpcMemHandle_t = StubHandle  # noqa: N815
 
     def __init__(self) -> None:
         super().__init__("cuda.bindings.runtime")
+        self.driver = StubDriver()
         self.codes: dict[str, int] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.devices: list[int] = []
@@ -95,5 +114,6 @@ class StubRuntime(ModuleType):
 def install(monkeypatch: pytest.MonkeyPatch) -> StubRuntime:
     """Have it imported where ``cuda-bindings`` would be."""
     stub = StubRuntime()
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    for module in (stub, stub.driver):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return stub

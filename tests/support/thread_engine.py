@@ -17,7 +17,7 @@ from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequ
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.messages import Open
-from vllm_bucketsync.sinks import Piece, Sink, SinkReport
+from vllm_bucketsync.sinks import Bucket, Piece, Sink, SinkReport
 
 
 class KeepingSink:
@@ -48,9 +48,9 @@ class KeepingSink:
     def deviate(self, index: int) -> None:
         self._note(f"deviate {index}")
 
-    def load(self, pieces: Sequence[Piece]) -> None:
-        self._note("load", pieces)
-        for piece in pieces:
+    def load(self, bucket: Bucket) -> None:
+        self._note("load", bucket.pieces)
+        for piece in bucket.pieces:
             meta = piece.meta
             self.metas[meta.name] = meta
             if meta.name not in self.tensors:

@@ -34,8 +34,8 @@ ARGUMENTS = {
     for call in (WeightSync.__init__, WeightSync.push, WeightSync.push_lora)
     for name in inspect.signature(call).parameters
 }
-# Arguments of vLLM's own methods that a text tells to call.
-OTHERS = {"tags"}
+# Arguments of vLLM's own methods that a text tells to call; and the engine's own variable.
+OTHERS = {"tags", "plan"}
 NAMED = re.compile(rf"\b([a-z]+(?:_[a-z]+)*)=(?![=\w'])|\b({ENV_PREFIX}[A-Z_]*[A-Z])\b")
 ADVISED = re.compile(r"\b(?:raise|lower|set) ((?:[a-z]+_)+[a-z]+)(?: or ((?:[a-z]+_)+[a-z]+))?")
 

@@ -222,3 +222,22 @@ def test_a_manifest_is_the_one_that_was_announced_or_none() -> None:
     for other in (metas[::-1], metas[:1], [*metas, metas[0]], []):
         with pytest.raises(RemoteProtocolError, match="announced was"):
             check_manifest(other, digest=digest)
+
+
+def test_a_bucket_without_entries_is_the_one_that_was_planned_next_or_refused() -> None:
+    manifest = manifest_of(byte_pairs(200, 200, 200, 200, 200))
+    layout = BucketLayout(512)
+    plan = manifest.plan(layout)
+    assert len(plan.buckets) == 3
+    part, whole = plan.buckets[0][:1], plan.buckets[0]
+
+    for entries, is_next in [(part, False), (whole, True)]:
+        arrivals = Arrivals(manifest, layout=layout)
+        arrivals.accept(Batch(seq=0, region=0, entries=entries), capacity_bytes=512)
+        batch = Batch(seq=1, region=1)
+        if is_next:
+            assert len(arrivals.accept(batch, capacity_bytes=512)) == 2
+        else:
+            with pytest.raises(RemoteProtocolError, match="not the next of the 3"):
+                arrivals.accept(batch, capacity_bytes=512)
+        assert arrivals.num_tensors == (4 if is_next else 1)

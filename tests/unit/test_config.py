@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from vllm_bucketsync.config import DEFAULT_SLOT_SIZE_BYTES, ENV_PREFIX, Settings, parse_size
+from vllm_bucketsync.config import (
+    DEFAULT_SLOT_SIZE_BYTES,
+    ENV_PREFIX,
+    PlanMode,
+    Settings,
+    parse_size,
+)
 from vllm_bucketsync.errors import ConfigError
 
 WRONG: list[tuple[str, Any]] = [
@@ -126,3 +132,12 @@ def test_a_slot_is_rounded_up_to_the_alignment() -> None:
 def test_settings_cannot_be_changed_once_they_were_checked() -> None:
     with pytest.raises(AttributeError):
         Settings().num_slots = 0  # type: ignore[misc]
+
+
+def test_the_engine_s_environment_says_whether_to_plan() -> None:
+    assert PlanMode.from_env({}) is PlanMode.AUTO
+    assert PlanMode.from_env({"VLLM_BUCKETSYNC_PLAN": ""}) is PlanMode.AUTO
+    for mode in PlanMode:
+        assert PlanMode.from_env({"VLLM_BUCKETSYNC_PLAN": mode.value}) is mode
+    with pytest.raises(ConfigError, match=r"VLLM_BUCKETSYNC_PLAN is 'on'; expected one of auto, "):
+        PlanMode.from_env({"VLLM_BUCKETSYNC_PLAN": "on"})

@@ -22,7 +22,11 @@ Calls = dict[str, tuple[Callable[[int], Any], tuple[Any, ...], Any]]
 CALLS: Calls = {
     "cudaMalloc": (lambda d: cuda_runtime.allocate(512, device=d), (512,), 0x2000),
     "cudaFree": (lambda d: cuda_runtime.free(0x40, device=d), (0x40,), None),
-    "cudaIpcGetMemHandle": (lambda d: cuda_runtime.export(0x40, device=d), (0x40,), b"h" * 64),
+    "cudaIpcGetMemHandle": (
+        lambda d: cuda_runtime.export([0x40], device=d),
+        (0x40,),
+        [b"h" * 64],
+    ),
     "cudaIpcOpenMemHandle": (
         lambda d: cuda_runtime.open_exported(b"e" * 64, device=d),
         # Peer access is enabled where the hardware has it.

@@ -128,3 +128,21 @@ def test_memory_that_cannot_be_unmapped_is_let_go_all_the_same(
 
     assert not watch.is_held()
     watch.close()
+
+
+@pytest.mark.parametrize(
+    ("allocation", "code"), [((0x8000, 0x1000 + 511), 0), ((0x9000, 511), 0), ((0, 1 << 60), 1)]
+)
+def test_memory_that_is_shorter_than_was_offered_is_not_taken(
+    cuda: StubRuntime, lease: ShmRegion, opened: OpenedShm, allocation: tuple[int, int], code: int
+) -> None:
+    cuda.driver.allocation, cuda.driver.code = allocation, code
+    watch = lease.watch()
+
+    with pytest.raises(RegionError):
+        DeviceMemory.open_exported(b"e" * 64, 512, device=GPU, hold=opened.hold())
+
+    opened.close()
+    assert cuda.named("cudaIpcCloseMemHandle") == [(0x9000,)]
+    assert not watch.is_held()
+    watch.close()

@@ -41,6 +41,7 @@ SAMPLES: list[BucketSyncError] = [
     errors.LoadError("2 problems", name="a", problems=["a: x", "b: y"]),
     errors.UnknownTensorError("no place", name="a", problems=("no place",)),
     errors.MissingTensorError("no value", name="a", problems=("no value",)),
+    errors.PlanError("other bytes", name="a"),
     errors.DuplicateTensorError("twice", name="a", problems=("twice",)),
     errors.TensorMismatchError("shape", name="a", problems=("s",), expected="[2]", got="[3]"),
     errors.AdapterError("no room", adapter="p", problems=("no room",)),

@@ -92,14 +92,3 @@ def test_copies_that_end_unpin_what_they_took_over(cuda: StubRuntime) -> None:
     copies.close()
 
     assert len(cuda.named("cudaHostUnregister")) == 1
-
-
-def test_without_pinned_memory_a_copy_is_plain_and_complete_at_once(cuda: StubRuntime) -> None:
-    cuda.codes["cudaHostRegister"] = 2
-    copies = HostCopies(Pin.of(DATA, device=GPU))
-    target, data = torch.zeros(5, dtype=torch.uint8), torch.arange(5, dtype=torch.uint8)
-
-    copies.copy(target, data)
-
-    assert target.equal(data)
-    copies.close()

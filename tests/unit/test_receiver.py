@@ -32,6 +32,7 @@ from support.stepping import (
 from support.thread_engine import KeepingSink
 
 from vllm_bucketsync.errors import EngineState, LoadError, RegionError, RemoteProtocolError
+from vllm_bucketsync.handles import InprocHandle, ShmHandle
 from vllm_bucketsync.layout import BucketLayout, Entry, Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     Abort,
@@ -45,14 +46,12 @@ from vllm_bucketsync.messages import (
     Error,
     Fallback,
     Finish,
-    InprocHandle,
     Metas,
     Open,
     Prepared,
     Ready,
     Region,
     Reply,
-    ShmHandle,
     decode_command,
     encode,
 )
@@ -646,7 +645,7 @@ def test_a_planned_bucket_brings_no_metas_and_does_not_come_after_the_last(
         ([Batch(seq=0, region=0, metas=(TINY[0],))], "that the manifest has"),
         ([Batch(seq=0, region=0, entries=(E(0, 300),), metas=(SHORT[0],))], "manifest has"),
         ([planned, Batch(seq=1, region=0)], "nothing of what it holds"),
-        ([Batch(seq=0, region=0, entries=(E(0, 300),)), Batch(seq=1, region=0)], "expected"),
+        ([Batch(seq=0, region=0, entries=(E(0, 300),)), Batch(seq=1, region=0)], "not the next"),
         ([Batch(seq=1, region=0)], "expected 0"),
         ([planned, planned], "expected 1"),
     ]

@@ -26,6 +26,7 @@ from vllm_bucketsync.errors import (
     TransportError,
     UnsupportedError,
 )
+from vllm_bucketsync.handles import Handle, InprocHandle
 from vllm_bucketsync.layout import Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     MAX_METAS,
@@ -39,9 +40,7 @@ from vllm_bucketsync.messages import (
     Error,
     Fallback,
     Finish,
-    Handle,
     Hello,
-    InprocHandle,
     Metas,
     Open,
     Prepared,
@@ -83,7 +82,13 @@ class NotedSlots(Slots):
         return tuple(Region(0, i * SLOT_BYTES, SLOT_BYTES) for i in range(self.num_slots))
 
     def prepare(
-        self, kind: str, *, needed_bytes: int | None, hellos: Sequence[Hello], wish: Wish
+        self,
+        kind: str,
+        *,
+        needed_bytes: int | None,
+        hellos: Sequence[Hello],
+        wish: Wish,
+        is_at_once: bool = False,
     ) -> None:
         if kind in self.errors:
             raise self.errors[kind]

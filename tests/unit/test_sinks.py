@@ -16,7 +16,7 @@ from support.tensor_samples import (
 
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import ALIGNMENT_BYTES, BucketLayout, TensorMeta, plan_buckets
-from vllm_bucketsync.sinks import DiscardSink, Piece, SinkReport
+from vllm_bucketsync.sinks import Bucket, DiscardSink, Piece, SinkReport
 from vllm_bucketsync.tensors import byte_view, meta_of
 
 
@@ -94,9 +94,9 @@ def test_the_discard_sink_leaves_its_pieces_alone_and_keeps_none() -> None:
     before = [as_bytes(piece.data) for piece in pieces]
 
     sink.open(None)
-    sink.load(pieces)
+    sink.load(Bucket(seq=0, pieces=tuple(pieces)))
     sink.deviate(2)
-    sink.load([])
+    sink.load(Bucket(seq=1, pieces=()))
     sink.prepare()
     report = sink.commit()
     sink.release()
@@ -109,6 +109,6 @@ def test_the_discard_sink_leaves_its_pieces_alone_and_keeps_none() -> None:
 
 def test_an_aborted_discard_changed_nothing() -> None:
     sink = DiscardSink()
-    sink.load(through_a_bucket([bytes_tensor(5)]))
+    sink.load(Bucket(seq=0, pieces=tuple(through_a_bucket([bytes_tensor(5)]))))
 
     assert sink.abort() is EngineState.UNCHANGED

@@ -233,7 +233,7 @@ def test_tensors_are_tied_only_where_they_show_the_same_bytes_alike() -> None:
     ]
     seen = SeenTensors()
 
-    assert [seen.add(tensor) for tensor in new] == [True] * len(new)
-    assert [seen.add(tensor) for tensor in new] == [False] * len(new)
-    assert not seen.add(base.view(4, 4))
-    assert not seen.add(base.detach())
+    assert [seen.add(tensor) for tensor in new] == [None] * len(new)
+    assert all(seen.add(tensor) is tensor for tensor in new)
+    assert seen.add(base.view(4, 4)) is base
+    assert seen.add(base.detach()) is base

@@ -10,7 +10,7 @@ import torch
 from support.regions import NUM_BYTES, check_is_refused, check_region, random_bytes
 
 from vllm_bucketsync.errors import ConfigError, RemoteProtocolError
-from vllm_bucketsync.messages import InprocHandle
+from vllm_bucketsync.handles import InprocHandle
 from vllm_bucketsync.transport.inproc import InprocRegion, OpenedInproc
 
 

@@ -15,8 +15,9 @@ from support.thread_engine import ThreadEngine
 
 from vllm_bucketsync.config import TRANSPORTS, Settings
 from vllm_bucketsync.errors import ConfigError, RegionError, UnsupportedError
+from vllm_bucketsync.handles import CudaIpcHandle, InprocHandle, ShmHandle
 from vllm_bucketsync.identity import HOST
-from vllm_bucketsync.messages import CudaIpcHandle, Hello, InprocHandle, ShmHandle
+from vllm_bucketsync.messages import Hello
 from vllm_bucketsync.probe import TransportProbe
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.transport import registry
@@ -73,6 +74,7 @@ def be(
     is_initialized: bool,
 ) -> None:
     monkeypatch.setattr(registry, "own_probe", lambda: probe)
+    monkeypatch.setattr(registry, "machine_probe", lambda: probe)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
 
@@ -213,9 +215,18 @@ def test_only_a_worker_in_this_process_leaves_no_choice(transport: str) -> None:
 
 
 def test_what_is_left_after_a_failure_says_what_failed() -> None:
-    left = Choice("shm", "works everywhere").after("cuda_ipc", "error 801")
+    best, good, last = (
+        Choice("cuda_ipc", "asked for", is_zero_copy=True),
+        Choice("cuda_ipc", "a GPU"),
+        Choice("shm", "works everywhere"),
+    )
 
-    assert left == Choice("shm", "cuda_ipc failed (error 801); works everywhere")
+    left = last.after(good.after(best, "error 1"), "error 801")
+
+    assert (left.kind, left.is_zero_copy) == ("shm", False)
+    assert left.reason == (
+        "zero-copy cuda_ipc failed (error 1); cuda_ipc failed (error 801); works everywhere"
+    )
 
 
 @pytest.mark.parametrize(

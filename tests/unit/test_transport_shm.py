@@ -14,7 +14,7 @@ from support.regions import NUM_BYTES, check_is_refused, check_region, random_by
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError
-from vllm_bucketsync.messages import ShmHandle
+from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.transport.base import HEADER_BYTES
 from vllm_bucketsync.transport.shm import OpenedShm, ShmRegion, create_slots
 

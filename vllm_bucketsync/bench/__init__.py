@@ -1,1 +1,1 @@
-"""Measurements without vLLM, between two real processes; nothing here prints."""
+"""Measurements: transfers between two real processes, and engines (``engine``); nothing prints."""

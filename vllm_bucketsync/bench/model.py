@@ -44,11 +44,11 @@ def decoder_shapes(num_bytes: int, *, dtype: str = "bfloat16") -> dict[str, tupl
 
 
 def make_tensors(
-    shapes: dict[str, tuple[int, ...]], *, dtype: str = "bfloat16"
+    shapes: dict[str, tuple[int, ...]], *, dtype: str = "bfloat16", device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """Make the tensors, with every page of them touched."""
     return {
-        name: torch.full(shape, 1.0 + index, dtype=getattr(torch, dtype))
+        name: torch.full(shape, 1.0 + index, dtype=getattr(torch, dtype), device=device)
         for index, (name, shape) in enumerate(shapes.items())
     }
 

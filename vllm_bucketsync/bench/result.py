@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
-from vllm_bucketsync import __version__
 from vllm_bucketsync.report import PushReport
 
-from .memory import processor
+from .machine import machine, versions
+
+# What warm updates are compared with, by what carries them and where the tensors are.
+MEMCPYS, DEVICE_COPY, HOST_COPIES = "memcpys", "device_copy", "host_copies"
 
 COMPARED = (
     "update: WeightSync.push; one process copies every tensor to a slot, and another one from "
@@ -25,6 +23,13 @@ COMPARED = (
     "Both use num_threads threads of torch in a process, so that an update has the CPU time of "
     "two processes and the memcpys that of one"
 )
+COMPARED_ON_GPU = (
+    "update: WeightSync.push; one process copies every tensor on the GPU to a slot, and another "
+    "one from there to a scratch buffer on the GPU (discard: DiscardSink), or to its place in "
+    "memory as large as the model (model). device_copy: as many bytes, once, between two buffers "
+    "on the GPU. host_copies: as many bytes to pinned host memory, then as many from there. All "
+    "end when the GPU is done"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,8 @@ class Plan:
     Attributes:
         num_bytes: Bytes of the model, at least.
         dtype: Of every tensor.
+        device: ``cpu`` or ``cuda``: where the tensors and the worker's model are.
+        transport: As in ``Settings``.
         repeat: Warm updates into each target.
         num_threads: Threads of torch at each end.
         slot_size: As in ``Settings``.
@@ -43,6 +50,8 @@ class Plan:
     num_bytes: int
     num_threads: int
     dtype: str = "bfloat16"
+    device: str = "cpu"
+    transport: str = "auto"
     repeat: int = 5
     slot_size: int | None = None
     num_slots: int | None = None
@@ -86,7 +95,7 @@ class Measured:
         plan: What was asked for.
         first: The first update of the worker: memory is made, and descriptions are sent.
         warm: Later updates, by what they went into.
-        memcpys: Seconds of the two memcpys, once before each warm update.
+        floors: Seconds of each plain copy, once before each warm update, by its name.
         num_slots: How many slots there were.
         peaks: Memory beyond the tensors.
     """
@@ -94,9 +103,16 @@ class Measured:
     plan: Plan
     first: PushReport
     warm: Mapping[str, tuple[PushReport, ...]]
-    memcpys: tuple[float, ...]
+    floors: Mapping[str, tuple[float, ...]]
     num_slots: int
     peaks: Peaks
+
+    @property
+    def floor(self) -> str:
+        """The plain copy that the updates are compared with."""
+        if MEMCPYS in self.floors:
+            return MEMCPYS
+        return HOST_COPIES if self.first.transport == "shm" else DEVICE_COPY
 
     def seconds(self, target: str) -> tuple[float, ...]:
         """Return the seconds of each warm update into ``target``."""
@@ -107,18 +123,20 @@ class Measured:
         return self.first.num_bytes / seconds / 1e9
 
     def ratio_of_medians(self, target: str) -> float:
-        """Return the median update's seconds divided by those of the median memcpys."""
-        return median(self.seconds(target)) / median(self.memcpys)
+        """Return the median update's seconds divided by those of the median floor."""
+        return median(self.seconds(target)) / median(self.floors[self.floor])
 
     def ratio_of_bests(self, target: str) -> float:
-        """Return the fastest update's seconds divided by those of the fastest memcpys."""
-        return min(self.seconds(target)) / min(self.memcpys)
+        """Return the fastest update's seconds divided by those of the fastest floor."""
+        return min(self.seconds(target)) / min(self.floors[self.floor])
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as data that JSON can hold."""
         return {
             "benchmark": "transfer",
-            "compared": COMPARED,
+            "compared": COMPARED if self.floor == MEMCPYS else COMPARED_ON_GPU,
+            "compared_with": self.floor,
+            "device": self.plan.device,
             "dtype": self.plan.dtype,
             "repeat": self.plan.repeat,
             "num_threads": self.plan.num_threads,
@@ -133,14 +151,18 @@ class Measured:
                 "gb_per_s": self.gb_per_s(self.first.seconds),
             },
             "warm": {target: self._warm_as_dict(target) for target in self.warm},
-            "memcpys": {
-                "seconds": list(self.memcpys),
-                "median_s": median(self.memcpys),
-                "best_s": min(self.memcpys),
-            },
+            **{name: self._floor_as_dict(seconds) for name, seconds in self.floors.items()},
             "peaks": self.peaks.as_dict(),
-            "machine": _machine(),
-            "versions": _versions(),
+            "machine": machine(self.plan.device),
+            "versions": versions(),
+        }
+
+    def _floor_as_dict(self, seconds: Sequence[float]) -> dict[str, Any]:
+        return {
+            "seconds": list(seconds),
+            "median_s": median(seconds),
+            "best_s": min(seconds),
+            "median_gb_per_s": self.gb_per_s(median(seconds)),
         }
 
     def _warm_as_dict(self, target: str) -> dict[str, Any]:
@@ -157,26 +179,3 @@ class Measured:
             "worker_load_s": [worker.load_s for worker in workers],
             "worker_wait_s": [worker.wait_s for worker in workers],
         }
-
-
-def usable_cpus() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "system": platform.platform(),
-        "processor": processor(),
-        "cpu_count": os.cpu_count(),
-        "usable_cpus": usable_cpus(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "vllm_bucketsync": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }

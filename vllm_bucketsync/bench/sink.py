@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
+from vllm_bucketsync.copies import CopyBatch
 from vllm_bucketsync.errors import EngineState, LoadError
 from vllm_bucketsync.layout import Manifest
-from vllm_bucketsync.sinks import Piece, SinkReport
+from vllm_bucketsync.sinks import Bucket, Piece, SinkReport
 
 
 class ModelSink:
@@ -41,11 +41,20 @@ class ModelSink:
         """Refuse: what was declared is all that there is a place for."""
         raise LoadError(f"the update leaves its manifest at tensor {index}")
 
-    def load(self, pieces: Sequence[Piece]) -> None:
-        """Copy each piece once."""
-        for piece in pieces:
-            start = self._starts[piece.index] + piece.first_byte
-            self._model[start : start + piece.data.numel()].copy_(piece.data)
+    def load(self, bucket: Bucket) -> None:
+        """Copy each piece once, as a planned update of a model does."""
+        prepared = bucket.prepared
+        if not isinstance(prepared, CopyBatch):
+            prepared = CopyBatch((self._place(piece), piece.data) for piece in bucket.pieces)
+            if bucket.is_kept:
+                bucket.prepared = prepared
+        prepared.run()
+        if self._model.is_cuda:
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+    def _place(self, piece: Piece) -> torch.Tensor:
+        start = self._starts[piece.index] + piece.first_byte
+        return self._model[start : start + piece.data.numel()]
 
     def prepare(self) -> None:
         """Have nothing to miss: the receiver counts what arrived."""

@@ -1,12 +1,11 @@
-"""Moves a model between two processes, beside two plain memcpys of the same bytes.
+"""Moves a model between two processes, beside plain copies of the same bytes.
 
 What is compared is written down in ``result.COMPARED``. Every warm update is measured
-right after the memcpys, so that a machine's noise hits both alike.
+right after the plain copies, so that a machine's noise hits both alike.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +16,13 @@ from vllm_bucketsync.errors import ConfigError, UnsupportedError
 from vllm_bucketsync.report import PushReport
 from vllm_bucketsync.sync import WeightSync
 
+from .floors import DeviceCopy, HostCopies, Memcpys
 from .memory import available_bytes, begin_peak, peak_since
 from .model import decoder_shapes, make_tensors, num_elements
-from .result import Measured, Peaks, Plan
+from .result import DEVICE_COPY, HOST_COPIES, MEMCPYS, Measured, Peaks, Plan
 from .worker import BEGIN_PEAK, DISCARD, INTO, MODEL, PEAK, WorkerProcess
 
-# The tensors, the two buffers of the memcpys, and the worker's model.
+# The tensors, the two buffers of plain copies, and the worker's model.
 NUM_COPIES = 4
 
 Tell = Callable[[str], None]
@@ -42,7 +42,12 @@ def measure(plan: Plan, *, tell: Tell) -> Measured:
         UnsupportedError: There is too little memory; nothing was started.
         BucketSyncError: An update failed.
     """
-    settings: dict[str, Any] = {"slot_size": plan.slot_size, "num_slots": plan.num_slots}
+    settings: dict[str, Any] = {
+        "slot_size": plan.slot_size,
+        "num_slots": plan.num_slots,
+        # Else as the environment says.
+        "transport": None if plan.transport == "auto" else plan.transport,
+    }
     Settings.from_env(**settings)
     if plan.repeat < 1 or plan.num_threads < 1:
         raise ConfigError(
@@ -50,37 +55,44 @@ def measure(plan: Plan, *, tell: Tell) -> Measured:
         )
     shapes = decoder_shapes(plan.num_bytes, dtype=plan.dtype)
     num_bytes = num_elements(shapes) * getattr(torch, plan.dtype).itemsize
-    _check_memory(num_bytes)
+    _check_memory(num_bytes, device=plan.device)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(plan.num_threads)
     try:
         tell("make the tensors, and start a worker")
-        memcpys = _Memcpys(make_tensors(shapes, dtype=plan.dtype))
+        tensors = make_tensors(shapes, dtype=plan.dtype, device=plan.device)
+        size = {"model_bytes": num_bytes, "num_threads": plan.num_threads}
         with (
-            WorkerProcess(model_bytes=num_bytes, num_threads=plan.num_threads) as worker,
+            WorkerProcess(**size, device=plan.device) as worker,
             WeightSync(worker, **settings) as sync,
         ):
-            return _measure(plan, worker, sync, memcpys, tell)
+            return _measure(plan, worker, sync, tensors, tell)
     finally:
         torch.set_num_threads(num_threads)
 
 
 def _measure(
-    plan: Plan, worker: WorkerProcess, sync: WeightSync, memcpys: _Memcpys, tell: Tell
+    plan: Plan,
+    worker: WorkerProcess,
+    sync: WeightSync,
+    tensors: Mapping[str, torch.Tensor],
+    tell: Tell,
 ) -> Measured:
-    tensors = memcpys.tensors
+    floors = _floors(tensors)
     # Untimed: nothing is to be the first of its kind in what is measured.
-    memcpys.run()
+    for copies in floors.values():
+        copies.run()
     begin_bytes, (worker_begin_bytes,) = begin_peak(), worker.call(BEGIN_PEAK)
     tell("push for the first time")
     first = sync.push(tensors, version="first")
-    seconds: list[float] = []
+    seconds: dict[str, list[float]] = {name: [] for name in floors}
     warm: dict[str, list[PushReport]] = {DISCARD: [], MODEL: []}
     for number in range(plan.repeat):
         tell(f"copy, and push again: {number + 1} of {plan.repeat}")
         for target, reports in warm.items():
             worker.call(INTO, target)
-            seconds.append(memcpys.run())
+            for name, copies in floors.items():
+                seconds[name].append(copies.run())
             reports.append(sync.push(tensors, version=f"{target}-{number}"))
     (status,) = sync.status()
     (worker_peak_bytes,) = worker.call(PEAK, worker_begin_bytes)
@@ -90,7 +102,7 @@ def _measure(
         plan=plan,
         first=first,
         warm={target: tuple(reports) for target, reports in warm.items()},
-        memcpys=tuple(seconds),
+        floors={name: tuple(found) for name, found in seconds.items()},
         num_slots=num_slots,
         peaks=Peaks(
             slots_bytes=num_slots * first.slot_size_bytes,
@@ -101,30 +113,27 @@ def _measure(
     )
 
 
-class _Memcpys:
-    """The two plain copies; their buffers are touched before the first."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        # Cut beforehand, so that nothing but the copies is measured.
-        self._sources = [tensor.view(-1).view(torch.uint8) for tensor in tensors.values()]
-        sizes = [source.numel() for source in self._sources]
-        self._first, self._second = (
-            torch.full((sum(sizes),), fill, dtype=torch.uint8).split(sizes) for fill in (1, 2)
-        )
-
-    def run(self) -> float:
-        """Copy everything twice, and return the seconds that it took."""
-        begin_s = time.perf_counter()
-        for source, target in zip(self._sources, self._first, strict=True):
-            target.copy_(source)
-        for source, target in zip(self._first, self._second, strict=True):
-            target.copy_(source)
-        return time.perf_counter() - begin_s
+def _floors(
+    tensors: Mapping[str, torch.Tensor],
+) -> Mapping[str, Memcpys | DeviceCopy | HostCopies]:
+    device = next(iter(tensors.values())).device
+    if device.type != "cuda":
+        return {MEMCPYS: Memcpys(tensors.values())}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return {
+        DEVICE_COPY: DeviceCopy(num_bytes, device),
+        HOST_COPIES: HostCopies(num_bytes, device),
+    }
 
 
-def _check_memory(num_bytes: int) -> None:
-    needed_bytes, free_bytes = NUM_COPIES * num_bytes, available_bytes()
+def _check_memory(num_bytes: int, *, device: str) -> None:
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedError(f"torch {torch.__version__} finds no GPU here; use --device cpu")
+        free_bytes, _ = torch.cuda.mem_get_info()
+    else:
+        free_bytes = available_bytes()
+    needed_bytes = NUM_COPIES * num_bytes
     if needed_bytes > free_bytes:
         raise UnsupportedError(
             f"the benchmark takes {NUM_COPIES} times {num_bytes} bytes and its slots, but "

@@ -22,6 +22,7 @@ from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequ
 from vllm_bucketsync.errors import EngineUnreachableError
 from vllm_bucketsync.messages import Open
 from vllm_bucketsync.sinks import DiscardSink, Sink
+from vllm_bucketsync.transport.devices import uuid_of
 
 from .memory import begin_peak, peak_since
 from .sink import ModelSink
@@ -48,12 +49,13 @@ class WorkerProcess:
     is_in_process = False
     name = "the benchmark's worker"
 
-    def __init__(self, *, model_bytes: int, num_threads: int) -> None:
+    def __init__(self, *, model_bytes: int, num_threads: int, device: str = "cpu") -> None:
         """Start the process, and return when it answers.
 
         Args:
             model_bytes: Bytes of the model that it makes for updates to go into.
             num_threads: Threads of torch in it.
+            device: Where its model is.
 
         Raises:
             EngineUnreachableError: It ended while it started.
@@ -62,7 +64,7 @@ class WorkerProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_work,
-            args=(theirs, model_bytes, num_threads),
+            args=(theirs, model_bytes, num_threads, device),
             name="bucketsync-bench",
             daemon=True,
         )
@@ -157,12 +159,13 @@ class _State:
         return ModelSink(self.model) if self.into == MODEL else DiscardSink()
 
 
-def _work(pipe: Connection, model_bytes: int, num_threads: int) -> None:
+def _work(pipe: Connection, model_bytes: int, num_threads: int, device: str) -> None:
     # Ctrl-C reaches the whole group; the owner ends the update, and then the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(num_threads)
-    state = _State(torch.full((model_bytes,), 1, dtype=torch.uint8))
-    worker = serve.Worker(make_sink=state.make_sink)
+    state = _State(torch.full((model_bytes,), 1, dtype=torch.uint8, device=device))
+    where = state.model.device
+    worker = serve.Worker(make_sink=state.make_sink, device=str(where), device_uuid=uuid_of(where))
     # The pipe's end, or an owner that is gone: either way there is nothing left to do.
     with contextlib.suppress(EOFError, OSError):
         while True:

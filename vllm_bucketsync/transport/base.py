@@ -7,13 +7,15 @@ every receiver has acknowledged it, so neither end locks anything.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from vllm_bucketsync.errors import BucketSyncError
+from vllm_bucketsync.handles import Handle
 from vllm_bucketsync.layout import ALIGNMENT_BYTES
-from vllm_bucketsync.messages import Handle
 
 # A region of real memory begins with a page that says which region it is.
 HEADER_BYTES = 4096
@@ -36,6 +38,10 @@ class OwnedRegion(Protocol):
     def held_bytes(self) -> int:
         """Bytes of memory that the region takes; 0 for references."""
 
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Its memory: ``[num_bytes]``, uint8; ``None`` for references, and after its end."""
+
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
         """Put bytes into the region, or begin to: ``flush`` says when they are there.
 
@@ -47,6 +53,15 @@ class OwnedRegion(Protocol):
         Raises:
             LocalProtocolError: They would not fit, or the region is closed. Nothing was
                 written.
+        """
+
+    def enqueuing(self, devices: AbstractSet[torch.device]) -> AbstractContextManager[None]:
+        """Let whatever is copied to ``data`` meanwhile come in the order of ``write``.
+
+        Copies may be enqueued without waiting for them: ``flush`` does.
+
+        Args:
+            devices: Where it is copied from.
         """
 
     def flush(self, slot: int) -> None:

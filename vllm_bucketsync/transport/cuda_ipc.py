@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
@@ -30,13 +31,13 @@ from ..errors import (
     RemoteProtocolError,
     UnsupportedError,
 )
+from ..handles import CudaIpcHandle
 from ..identity import HOST
 from ..layout import ALIGNMENT_BYTES
-from ..messages import CudaIpcHandle
 from . import parked
 from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
 from .device_memory import DeviceMemory
-from .devices import uuid_of
+from .devices import index_of, uuid_of
 from .shm import OpenedShm, ShmRegion
 from .slots import create_shrinking
 
@@ -49,6 +50,7 @@ class CudaRegion:
     Attributes:
         handle: Opens the region in another process of the host.
         held_bytes: Device memory that it takes.
+        data: ``[num_bytes]``, uint8, on the GPU; ``None`` after its end.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class CudaRegion:
         self.held_bytes = HEADER_BYTES + handle.num_bytes
         self._lease = lease
         self._events = events
-        self._data: torch.Tensor | None = data
+        self.data: torch.Tensor | None = data
         self._stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -85,7 +87,7 @@ class CudaRegion:
         """
         parked.free_unused()
         memory: DeviceMemory | None = None
-        with _as_region_errors(f"device memory on {device}"), torch.cuda.device(_index_of(device)):
+        with _as_region_errors(f"device memory on {device}"), torch.cuda.device(index_of(device)):
             device = torch.device("cuda", torch.cuda.current_device())
             lease = ShmRegion.create(ALIGNMENT_BYTES, directory=directory)
             try:
@@ -131,17 +133,27 @@ class CudaRegion:
             LocalProtocolError: They would not fit, or the region is closed. Nothing was
                 written.
         """
-        if self._data is None:
+        if self.data is None:
             raise LocalProtocolError(f"region {self.handle.id} was written to after its end")
         size = data.numel()
         check_bounds(offset_bytes, size, capacity_bytes=self.num_bytes, error=LocalProtocolError)
-        with torch.cuda.device(self._data.device):
-            self._follow(torch.cuda.current_stream())
+        with self.enqueuing({data.device}):
             # From the host it waits: a source may refill its memory at once.
-            target = self._data[offset_bytes : offset_bytes + size]
+            target = self.data[offset_bytes : offset_bytes + size]
             target.copy_(data, non_blocking=data.is_cuda)
         if data.is_cuda and size:
             data.record_stream(torch.cuda.current_stream(data.device))
+
+    @contextmanager
+    def enqueuing(self, devices: AbstractSet[torch.device]) -> Iterator[None]:
+        """Let copies go into the current stream, in one order; see ``OwnedRegion``."""
+        with torch.cuda.device(self._device()):
+            stream = torch.cuda.current_stream()
+            if self._stream is not None and self._stream != stream:
+                # Behind what another one was given to write.
+                stream.wait_stream(self._stream)
+            self._stream = stream
+            yield
 
     def flush(self, slot: int) -> None:
         """Let readers of a slot wait for everything that was written so far."""
@@ -155,24 +167,22 @@ class CudaRegion:
 
     def close(self) -> None:
         """Give the memory up: at once, or as soon as no worker has it mapped. Idempotent."""
-        if self._data is None:
+        if self.data is None:
             return
-        torch.cuda.current_stream(self._device()).synchronize()
-        self._data = self._stream = None
-        self._events = ()
-        self._lease.close()
-        parked.free_unused()
+        stream = self._stream or torch.cuda.current_stream(self._device())
+        try:
+            stream.synchronize()
+        finally:
+            # Also where the device is past help: nothing may be left on the host.
+            self.data = self._stream = None
+            self._events = ()
+            self._lease.close()
+            parked.free_unused()
 
     def _device(self) -> torch.device:
-        if self._data is None:
+        if self.data is None:
             raise LocalProtocolError(f"region {self.handle.id} was used after its end")
-        return self._data.device
-
-    def _follow(self, stream: torch.cuda.Stream) -> None:
-        """Go on in ``stream``, behind what another one was given to write."""
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        return self.data.device
 
 
 class OpenedCuda:
@@ -220,10 +230,9 @@ class OpenedCuda:
                 f"within one host only"
             )
         lease = OpenedShm.open(handle.lease)
-        here = f"{device} ({uuid_of(device)})"
         memory: DeviceMemory | None = None
         try:
-            with _as_region_errors(f"memory of GPU {handle.device_uuid} on {here}"):
+            with _as_region_errors(f"memory of GPU {handle.device_uuid} on {device}"):
                 memory = DeviceMemory.open_exported(
                     handle.memory,
                     HEADER_BYTES + handle.num_bytes,
@@ -308,10 +317,6 @@ def _check_canary(memory: torch.Tensor, handle: CudaIpcHandle) -> None:
         raise RegionError(
             f"device memory {handle.id} is not the one that was offered: another canary is in it"
         )
-
-
-def _index_of(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @contextmanager

@@ -120,3 +120,31 @@ class LoadedRuntime:
         function = getattr(self._library, self._prefix + "GetErrorString")
         function.restype = ctypes.c_char_p
         return 0, function(ctypes.c_int(code)) or b""
+
+
+class LoadedDriver:
+    """The driver's library, for what the runtime has no function for."""
+
+    def __init__(self, function: Any) -> None:
+        """Use ``find``."""
+        self._function = function
+
+    @classmethod
+    def find(cls) -> Self:
+        """Return the driver that this torch works with.
+
+        Raises:
+            UnsupportedError: There is none.
+        """
+        try:
+            if torch.version.hip is not None:
+                return cls(ctypes.CDLL("libamdhip64.so").hipMemGetAddressRange)
+            return cls(ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2)
+        except (OSError, AttributeError) as error:
+            raise UnsupportedError(f"the driver's library cannot be used: {error}") from error
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:  # noqa: N802
+        """Return the code, the first address, and the length in bytes."""
+        base, size = _OUT(), ctypes.c_size_t()
+        code = self._function(ctypes.byref(base), ctypes.byref(size), _OUT(address))
+        return int(code), base.value or 0, size.value

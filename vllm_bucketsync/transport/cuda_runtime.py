@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import errno
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import RegionError
-from .cuda_library import LoadedRuntime
+from .cuda_library import LoadedDriver, LoadedRuntime
 
-HANDLE_BYTES = 64
 _OUT_OF_MEMORY = 2
 _PORTABLE = 1
 _LAZY_PEER_ACCESS = 1
@@ -44,11 +43,33 @@ def free(address: int, *, device: int) -> None:
         _checked(cuda, "cudaFree", cuda.cudaFree(address))
 
 
-def export(address: int, *, device: int) -> bytes:
-    """Return the handle that opens memory of ``allocate`` in another process."""
+def export(addresses: Sequence[int], *, device: int) -> list[bytes]:
+    """Return the handles that open allocations in another process.
+
+    Args:
+        addresses: One address in each.
+        device: The GPU that has them.
+
+    Raises:
+        RegionError: One cannot be exported: it is no plain ``cudaMalloc``.
+    """
     with _selected(device) as cuda:
-        handle = _checked(cuda, "cudaIpcGetMemHandle", cuda.cudaIpcGetMemHandle(address))
-        return bytes(handle.reserved)
+        return [
+            bytes(_checked(cuda, "cudaIpcGetMemHandle", cuda.cudaIpcGetMemHandle(one)).reserved)
+            for one in addresses
+        ]
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """Return the first address and the bytes of the allocation that has an address.
+
+    Raises:
+        RegionError: It is no device memory.
+    """
+    code, *found = _driver().cuMemGetAddressRange(address)
+    if int(code):
+        raise RegionError(f"cuMemGetAddressRange failed with {int(code)} at {address:#x}")
+    return int(found[0]), int(found[1])
 
 
 def open_exported(handle: bytes, *, device: int) -> int:
@@ -94,6 +115,13 @@ def _runtime() -> Any:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError:
         return LoadedRuntime.find()
+
+
+def _driver() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        return LoadedDriver.find()
 
 
 @contextmanager

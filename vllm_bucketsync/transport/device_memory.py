@@ -59,7 +59,7 @@ class DeviceMemory:
 
     @classmethod
     def open_exported(
-        cls, handle: bytes, num_bytes: int, *, device: torch.device, hold: Watch
+        cls, handle: bytes, num_bytes: int, *, device: torch.device, hold: Watch | None = None
     ) -> DeviceMemory:
         """Map memory that another process exported.
 
@@ -67,7 +67,8 @@ class DeviceMemory:
             handle: Its ``cudaIpcMemHandle_t``.
             num_bytes: How much there is.
             device: The GPU that is to see it, with its index.
-            hold: Shows the owner that it is mapped; closed when it no longer is.
+            hold: Shows the owner that it is mapped; closed when it no longer is. Not
+                needed where the owner asks before it frees.
 
         Raises:
             RegionError: It cannot be mapped.
@@ -75,10 +76,16 @@ class DeviceMemory:
         try:
             address = cuda_runtime.open_exported(handle, device=device.index)
         except BaseException:
-            hold.close()
+            if hold is not None:
+                hold.close()
             raise
         memory = cls(address, num_bytes, device=device)
         memory._ends_with(finalize(memory._holder, _unmap, hold, address, device.index))
+        try:
+            _check_length(address, num_bytes)
+        except BaseException:
+            memory.give_up()
+            raise
         return memory
 
     @property
@@ -95,7 +102,8 @@ class DeviceMemory:
 
     def export(self) -> bytes:
         """Return the handle that opens it in another process."""
-        return cuda_runtime.export(self._address, device=self._device.index)
+        (handle,) = cuda_runtime.export([self._address], device=self._device.index)
+        return handle
 
     def give_up(self) -> None:
         """Let the memory go now, whoever still refers to it. Idempotent."""
@@ -120,10 +128,17 @@ class _Holder:
         }
 
 
-def _unmap(hold: Watch, address: int, device: int) -> None:
+def _check_length(address: int, num_bytes: int) -> None:
+    base, size = cuda_runtime.allocation_of(address)
+    if address + num_bytes > base + size:
+        raise RegionError(f"{num_bytes} bytes of device memory were offered, and there are {size}")
+
+
+def _unmap(hold: Watch | None, address: int, device: int) -> None:
     try:
         cuda_runtime.close_opened(address, device=device)
     # In a destructor, and perhaps while the process ends: there is nobody to tell.
     except BucketSyncError as error:
         logger.debug("device memory was not unmapped: %s", error)
-    hold.close()
+    if hold is not None:
+        hold.close()

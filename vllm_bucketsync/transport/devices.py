@@ -25,3 +25,8 @@ def uuid_of(device: torch.device | str) -> str:
         return "PCI-" + ":".join(f"{number:04x}" for number in place)
     text = str(uuid)
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
+
+
+def index_of(device: torch.device) -> int:
+    """Return a GPU's index in this process; the current one's where none is said."""
+    return torch.cuda.current_device() if device.index is None else device.index

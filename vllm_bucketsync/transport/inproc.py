@@ -8,12 +8,14 @@ offset 0 begins the next bucket and drops the one before.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakValueDictionary
 
 import torch
 
 from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError, RemoteProtocolError
-from vllm_bucketsync.messages import InprocHandle
+from vllm_bucketsync.handles import InprocHandle
 
 from .base import check_bounds
 
@@ -56,6 +58,11 @@ class InprocRegion:
         """Room for data, in bytes."""
         return self.handle.num_bytes
 
+    @property
+    def data(self) -> None:
+        """No memory of its own."""
+        return
+
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
         """Keep a reference to ``data`` until the next bucket begins.
 
@@ -73,7 +80,9 @@ class InprocRegion:
         )
         if offset_bytes == 0:
             self._bucket.clear()
-        self._bucket[offset_bytes] = data
+        # What has no bytes takes no room: the next tensor has the same offset.
+        if data.numel():
+            self._bucket[offset_bytes] = data
 
     def read(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return the very tensor that was written at an offset.
@@ -81,6 +90,8 @@ class InprocRegion:
         Raises:
             RemoteProtocolError: None of that length was.
         """
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
         data = self._bucket.get(offset_bytes)
         if data is None or data.numel() != num_bytes:
             found = "nothing" if data is None else f"{data.numel()} bytes"
@@ -89,6 +100,10 @@ class InprocRegion:
                 f"{self.handle.id}; {found} was written there"
             )
         return data
+
+    def enqueuing(self, devices: AbstractSet[torch.device]) -> AbstractContextManager[None]:
+        """Change nothing: there is nothing to copy to."""
+        return nullcontext()
 
     def flush(self, slot: int) -> None:
         """Do nothing: the receiver reads on this thread, and so in the same stream."""

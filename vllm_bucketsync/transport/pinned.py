@@ -8,6 +8,8 @@ used as it is.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Self
 
 import torch
@@ -76,23 +78,20 @@ class HostCopies:
         self._pin = pin
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, target: torch.Tensor, data: torch.Tensor) -> None:
-        """Copy behind what the device's current stream was given to do.
+    @contextmanager
+    def streams_of(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        """Make a side stream of each device the current one, behind the one that was.
 
-        Args:
-            target: ``[n]``, uint8, in the region.
-            data: ``[n]``, uint8, on a GPU. Its memory may be given up at once.
+        What is copied from meanwhile must not be changed or freed before ``wait``.
         """
-        if not self._pin.is_pinned:
-            target.copy_(data)
-            return
-        stream = self._streams.get(data.device)
-        if stream is None:
-            stream = self._streams[data.device] = torch.cuda.Stream(data.device)
-        stream.wait_stream(torch.cuda.current_stream(data.device))
-        with torch.cuda.stream(stream):
-            target.copy_(data, non_blocking=True)
-        data.record_stream(stream)
+        with ExitStack() as stack:
+            for device in devices:
+                stream = self._streams.get(device)
+                if stream is None:
+                    stream = self._streams[device] = torch.cuda.Stream(device)
+                stream.wait_stream(torch.cuda.current_stream(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
     def wait(self) -> None:
         """Wait until every byte is there."""

@@ -14,10 +14,11 @@ import torch
 
 from ..config import Settings
 from ..errors import ConfigError, UnsupportedError
+from ..handles import CudaBlocksHandle, CudaIpcHandle, Handle, InprocHandle, ShmHandle
 from ..layout import BucketLayout
-from ..messages import CudaIpcHandle, Handle, Hello, InprocHandle, ShmHandle
-from ..probe import TransportProbe, own_probe
-from . import cuda_ipc, inproc, parked, shm
+from ..messages import Hello
+from ..probe import TransportProbe, machine_probe, own_probe
+from . import cuda_blocks, cuda_ipc, inproc, parked, shm
 from .base import OpenedRegion, OwnedRegion
 
 KINDS = ("inproc", "cuda_ipc", "shm")
@@ -32,14 +33,24 @@ class Choice:
     Attributes:
         kind: Its name.
         reason: For people.
+        is_zero_copy: Tensors are read where they lie, as far as they can be.
+        failures: What failed before it; a part of ``reason``.
     """
 
     kind: str
     reason: str
+    is_zero_copy: bool = False
+    failures: str = ""
 
-    def after(self, failed: str, reason: str) -> Self:
-        """Return this choice as the one that is left after transport ``failed`` failed."""
-        return replace(self, reason=f"{failed} failed ({reason}); {self.reason}")
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"zero-copy {self.kind}" if self.is_zero_copy else self.kind
+
+    def after(self, failed: Choice, reason: str) -> Self:
+        """Return this choice as the one that is left after another failed."""
+        failures = f"{failed.failures}{failed.name} failed ({reason}); "
+        return replace(self, reason=failures + self.reason, failures=failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +61,13 @@ class Wish:
         transport: The setting.
         is_in_process: The only worker lives in this process.
         device: Where the tensors are; ``None`` where that is not known yet.
+        is_zero_copy: Tensors may be read where they lie.
     """
 
     transport: str
     is_in_process: bool = False
     device: torch.device | None = None
+    is_zero_copy: bool = False
 
     def check(self) -> None:
         """Refuse a setting that cannot be met, whatever the workers are.
@@ -98,13 +111,21 @@ def candidates(wish: Wish, hellos: Sequence[Hello]) -> list[Choice]:
                 f"transport 'cuda_ipc' cannot be used: {why_not}; nothing was written; set "
                 f"transport to 'auto' to take shared memory where it has to be"
             )
-        return [Choice("cuda_ipc", "asked for")]
+        return _with_zero_copy(wish, [Choice("cuda_ipc", "asked for")])
     if why_not is not None:
         return [Choice("shm", f"no CUDA IPC: {why_not}")]
-    return [
+    found = [
         Choice("cuda_ipc", "the tensors are on a GPU that every worker may reach"),
         Choice("shm", "works between processes on every device"),
     ]
+    return _with_zero_copy(wish, found)
+
+
+def _with_zero_copy(wish: Wish, choices: list[Choice]) -> list[Choice]:
+    if not wish.is_zero_copy:
+        return choices
+    reason = "asked for: workers read the tensors where they lie"
+    return [replace(choices[0], reason=reason, is_zero_copy=True), *choices]
 
 
 def openable(device: torch.device | str, probe: TransportProbe | None = None) -> tuple[str, ...]:
@@ -164,6 +185,8 @@ def open_region(kind: str, handle: Handle, *, device: torch.device) -> OpenedReg
     """
     if kind == "cuda_ipc" and isinstance(handle, CudaIpcHandle) and device.type == "cuda":
         return cuda_ipc.OpenedCuda.open(handle, device=device)
+    if kind == "cuda_ipc" and isinstance(handle, CudaBlocksHandle) and device.type == "cuda":
+        return cuda_blocks.OpenedBlocks.open(handle, device=device)
     if kind == "shm" and isinstance(handle, ShmHandle):
         return shm.OpenedShm.open(handle, device=device)
     if kind == "inproc" and isinstance(handle, InprocHandle):
@@ -183,7 +206,7 @@ def reclaim() -> int:
 def _why_not_cuda_ipc(wish: Wish, hellos: Sequence[Hello]) -> str | None:
     """Say why CUDA IPC cannot carry an update, or ``None`` if only trying can tell."""
     is_forced = wish.transport == "cuda_ipc"
-    probe = own_probe()
+    probe = machine_probe()
     if probe.kind != "cuda_ipc":
         return f"here in the trainer, {probe.reason}"
     for hello in hellos:

@@ -19,6 +19,9 @@ import mmap
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -27,7 +30,7 @@ import torch
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError, RemoteProtocolError
-from vllm_bucketsync.messages import ShmHandle
+from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.rundir import (
     SEGMENT_SUFFIX,
     Watch,
@@ -106,6 +109,11 @@ class ShmRegion:
         """Room for data, in bytes."""
         return self.handle.num_bytes
 
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Its memory: ``[num_bytes]``, uint8; ``None`` after its end."""
+        return self._data
+
     def write(self, offset_bytes: int, data: torch.Tensor) -> None:
         """Copy bytes into the region.
 
@@ -128,11 +136,23 @@ class ShmRegion:
             # share their cores, wait for each other (seen: ten times slower on two cores).
             ctypes.memmove(target.data_ptr(), data.data_ptr(), size)
         elif data.is_cuda:
-            if self._copies is None:
-                self._copies = HostCopies(Pin.of(self._data, device=data.device))
-            self._copies.copy(target, data)
+            with self.enqueuing({data.device}):
+                target.copy_(data, non_blocking=True)
+                data.record_stream(torch.cuda.current_stream(data.device))
         else:
             target.copy_(data)
+
+    @contextmanager
+    def enqueuing(self, devices: AbstractSet[torch.device]) -> Iterator[None]:
+        """Let copies from GPUs go through side streams; see ``OwnedRegion``."""
+        gpus = [device for device in devices if device.type == "cuda"]
+        if not gpus or self._data is None:
+            yield
+            return
+        if self._copies is None:
+            self._copies = HostCopies(Pin.of(self._data, device=gpus[0]))
+        with self._copies.streams_of(gpus):
+            yield
 
     def flush(self, slot: int) -> None:
         """Wait for what was written from a GPU, whatever the slot: readers see it then."""
@@ -154,11 +174,16 @@ class ShmRegion:
         if self._fd is None:
             return
         self.unlink()
-        if self._copies is not None:
-            self._copies.close()
+        try:
+            if self._copies is not None:
+                self._copies.close()
+        finally:
+            self._give_up(self._fd)
+
+    def _give_up(self, fd: int) -> None:
         # The mapping holds a copy of the descriptor, and somebody may hold the mapping.
-        unlock(self._fd)
-        os.close(self._fd)
+        unlock(fd)
+        os.close(fd)
         self._fd = self._data = self._copies = None
         remove_dir_if_empty(self._directory)
 

@@ -6,7 +6,7 @@ here, says so; ``tests/engine/test_compat.py`` shows that each fault is still th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,16 @@ from ..errors import UnsupportedError
 
 # What the layerwise reload is driven by, beside its public functions.
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
+
+
+# What plans are made and run with besides; without it, everything goes through the loaders.
+_NEEDED_TO_PLAN = ("get_layerwise_info", "restore_layer_on_meta", "materialize_layer")
+
+
+def can_plan() -> bool:
+    """Whether this vLLM and this torch have what plans need."""
+    has_parts = all(hasattr(layerwise, name) for name in _NEEDED_TO_PLAN)
+    return has_parts and hasattr(torch._C, "_storage_Use_Count")
 
 
 def check_layerwise_reload() -> None:
@@ -187,7 +197,7 @@ def rank_of(helper: Any, module: str) -> int:
     return int(helper.r if find is None else find(module)[0])
 
 
-def take_moe_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+def take_moe_kernels(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, Any]]:
     """Make the CPU's mixture-of-experts kernels be built anew, and return the old ones.
 
     On the CPU, vLLM packs the experts only where no kernel exists yet, so a reload
@@ -200,7 +210,7 @@ def take_moe_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """
     if not current_platform.is_cpu():
         return []
-    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
     by_identity = {id(one): one for one in methods if getattr(one, "moe_kernel", None) is not None}
     taken = [(method, method.moe_kernel) for method in by_identity.values()]
     for method, _ in taken:
@@ -238,6 +248,41 @@ def run_model_hook(model: torch.nn.Module) -> None:
         hook()
 
 
+# Kinds of modules whose processing was read, and does nothing to weights in their
+# checkpoint's layout: quant method, platform, backend. ``tests/engine/test_observe.py``
+# has a test for each line. ``None`` is a module without a quant method, such as a norm.
+DIRECT_KINDS = frozenset(
+    {
+        (None, "cpu", None),
+        (None, "cuda", None),
+        ("UnquantizedEmbeddingMethod", "cuda", None),
+        ("UnquantizedLinearMethod", "cuda", None),
+        ("UnquantizedFusedMoEMethod", "cuda", "TRITON"),
+    }
+)
+
+
+def why_not_known_as_direct(module: torch.nn.Module) -> str:
+    """Return why weights of this kind of module are always processed; ``""`` if not so."""
+    method = getattr(module, "quant_method", None)
+    name = None if method is None else type(method).__name__
+    backend = getattr(method, "unquantized_backend", None)
+    backend = getattr(backend, "name", backend)
+    kind = (name, current_platform.device_type, backend)
+    return "" if kind in DIRECT_KINDS else f"{kind} is not known to leave weights alone"
+
+
+def kernel_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return the objects that compute with a module's weights."""
+    method = getattr(module, "quant_method", None)
+    return (method, getattr(method, "moe_kernel", None))
+
+
+def is_config(value: Any) -> bool:
+    """Whether an object is a setting of vLLM's or a model's: large, and no part of a layer."""
+    return type(value).__module__.startswith(("vllm.config", "transformers.", "vllm.platforms"))
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the current stream of ``device`` has nothing left to read."""
     if device.type != "cpu":
@@ -254,7 +299,7 @@ def tensor_names(model: torch.nn.Module) -> set[str]:
 
 
 def fingerprint(worker: Any) -> tuple[Any, ...]:
-    """Return what a dry run depends on besides its manifest, as something to compare.
+    """Return what a dry run and a plan depend on besides the manifest, to be compared.
 
     Identities stand for objects. An object that is gone may give its identity to
     another, but not at every name at once with the same shape and dtype.
@@ -262,7 +307,7 @@ def fingerprint(worker: Any) -> tuple[Any, ...]:
     model = worker.model_runner.get_model()
     parallel = worker.vllm_config.parallel_config
     tensors = tuple(
-        (name, id(tensor), tuple(tensor.shape), tensor.dtype)
+        (name, id(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for named in (model.named_parameters, model.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     )

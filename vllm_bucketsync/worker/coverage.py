@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .record import Box
+from ..boxes import Box
 
 # A box of more runs than this is counted but not looked at for overlaps: it would
 # take megabytes to find out what no loader that was read does.
@@ -30,29 +30,31 @@ class Coverage:
     Attributes:
         num_elements: Elements in at least one box.
         overlap: Positions of two boxes that share an element, or ``None``.
+        is_exact: Every box was looked at; else one was too ragged, and counted only.
     """
 
     num_elements: int
     overlap: tuple[int, int] | None
+    is_exact: bool = True
 
 
 def cover(boxes: Sequence[Box]) -> Coverage:
     """Return what ``boxes``, all of one tensor, cover together."""
     starts, ends, owners = [], [], []
-    uncounted = 0
+    uncounted, is_exact = 0, True
     for owner, box in enumerate(boxes):
         if math.prod(box.shape) == 0:
             continue
         runs = _runs(box)
         if runs is None:
-            uncounted += math.prod(box.shape)
+            uncounted, is_exact = uncounted + math.prod(box.shape), False
             continue
         first, length = runs
         starts.append(first)
         ends.append(first + length)
         owners.append(np.full(len(first), owner, dtype=np.int64))
     if not starts:
-        return Coverage(num_elements=uncounted, overlap=None)
+        return Coverage(num_elements=uncounted, overlap=None, is_exact=is_exact)
     start, end, owner_of = np.concatenate(starts), np.concatenate(ends), np.concatenate(owners)
     order = np.argsort(start, kind="stable")
     start, end, owner_of = start[order], end[order], owner_of[order]
@@ -61,11 +63,12 @@ def cover(boxes: Sequence[Box]) -> Coverage:
     meets = np.nonzero(start[1:] < reach[:-1])[0]
     covered = int(np.maximum(reach - np.maximum(start, np.r_[start[0], reach[:-1]]), 0).sum())
     if not len(meets):
-        return Coverage(num_elements=covered + uncounted, overlap=None)
+        return Coverage(num_elements=covered + uncounted, overlap=None, is_exact=is_exact)
     later = int(meets[0]) + 1
     earlier = int(np.argmax(end[:later]))
     first_two = (int(owner_of[earlier]), int(owner_of[later]))
-    return Coverage(num_elements=covered + uncounted, overlap=(min(first_two), max(first_two)))
+    overlap = min(first_two), max(first_two)
+    return Coverage(num_elements=covered + uncounted, overlap=overlap, is_exact=is_exact)
 
 
 def _runs(box: Box) -> Runs | None:

@@ -12,8 +12,9 @@ suspected: it is fed alone, and if it is innocent the others are fed by halves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..layout import Manifest, TensorMeta
 from . import compat, completeness, problems
 from .completeness import ModuleTargets, Waiver
 from .layerwise import put_back
+from .plan import Plan, make_plan
 from .problems import Problem
 from .record import LoadRecord, NotRecordableError, Recorder, Target
 
@@ -34,10 +36,16 @@ class DryRunResult:
     Attributes:
         record: What loading comes down to; of the healthy tensors, where there are problems.
         problems: What is wrong, first things first; empty means that it will load.
+        plan: How it is loaded without the loaders, where that is possible.
     """
 
     record: LoadRecord
     problems: tuple[Problem, ...]
+    plan: Plan | None = None
+
+    def is_current(self) -> bool:
+        """Whether the plan's direct modules are still computed with as they were observed."""
+        return self.plan is None or self.plan.is_current()
 
 
 def dry_run(worker: Any, manifest: Manifest, *, partial: Sequence[str] = ()) -> DryRunResult:
@@ -56,9 +64,16 @@ def dry_run(worker: Any, manifest: Manifest, *, partial: Sequence[str] = ()) -> 
         try:
             layerwise.initialize_layerwise_reload(model)
             run = _Run(worker, model, manifest.metas, Waiver(partial, tied))
-            return run.result()
+            result = run.result()
         finally:
             put_back(model)
+    if not compat.can_plan():
+        return result
+    # Now only: until here, vLLM keeps what its loaders were given.
+    impure = result.record.impure | run.retained()
+    record = replace(result.record, impure=impure)
+    plan = None if result.problems else make_plan(model, manifest.metas, record)
+    return replace(result, record=record, plan=plan)
 
 
 @dataclass(slots=True)
@@ -110,9 +125,18 @@ class _Run:
             fills=tuple(self._recorder.fills),
             impure=frozenset(self._recorder.impure | now.unverified),
             unverified=frozenset(now.unverified),
+            tainted=frozenset(self._recorder.tainted),
             skipped=now.skipped,
         )
         return DryRunResult(record=record, problems=tuple(now.problems))
+
+    def retained(self) -> frozenset[int]:
+        """Return the sources that a loader still holds on to, and does who knows what with."""
+        control = [torch.empty(0, device="meta")]
+        self._recorder.add_source(len(self._tensors), control[0])
+        alone = _num_uses(control, 0)
+        uses = (_num_uses(self._tensors, source) for source in range(len(self._tensors)))
+        return frozenset(source for source, num_uses in enumerate(uses) if num_uses != alone)
 
     def _miscast(self) -> Iterator[Problem]:
         """Yield what a cast would truncate: a float's bits sent as integers, or the reverse.
@@ -281,6 +305,12 @@ class _Run:
     def _arrived(self, target: Target) -> list[str]:
         sources = dict.fromkeys(source for _, source in target.covered if source >= 0)
         return [self._metas[source].name for source in sources]
+
+
+def _num_uses(tensors: list[torch.Tensor], source: int) -> tuple[int, int]:
+    """Return how many hold on to a tensor, and how many to its storage."""
+    num_views = torch._C._storage_Use_Count(tensors[source].untyped_storage()._cdata)
+    return sys.getrefcount(tensors[source]), int(num_views)
 
 
 def _sources(recorder: Recorder, bound: Any) -> set[int]:

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import serve
+from ..config import PlanMode
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
-from . import guards
-from .lora import sleeps
+from . import guards, sleeps
+from .lora import sleeps as adapter_sleeps
 from .lora.shelf import find_shelf, shelf_of
 from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
@@ -40,7 +41,8 @@ class WorkerExtension:
     def _bucketsync_worker(self) -> serve.Worker:
         worker: Any = self
         memory = WeightMemory()
-        watched = sleeps.watch(worker)
+        sleeps.watch(worker)
+        watched = adapter_sleeps.watch(worker)
         if worker.vllm_config.lora_config is not None:
             # From now on: a request may be older than this worker, and name one of ours.
             shelf_of(worker)
@@ -58,6 +60,7 @@ class WorkerExtension:
                 partial=opened.partial,
                 memory=memory,
                 is_promise=opened.is_declared,
+                mode=PlanMode.from_env(),
             )
 
         return serve.Worker(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import BoundArguments
 from typing import Any
 
@@ -49,6 +49,11 @@ class Intake:
         self._loaded: set[str] = set()
         self._says_what_it_loads = True
         self.skipped: dict[str, str] = {}
+
+    def note_planned(self, metas: Iterable[TensorMeta], targets: Iterable[str]) -> None:
+        """Count tensors, and what they reached in the engine, as seen and loaded."""
+        self._seen.update(meta.name for meta in metas)
+        self._loaded.update(targets)
 
     def feed_declared(self, weights: Weights) -> None:
         """Feed tensors that a dry run has found good.

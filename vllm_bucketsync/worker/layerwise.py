@@ -8,7 +8,7 @@ the live tensors. What is added here is what it lacks: the clones of what it kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class LayerwiseReload:
 
     Attributes:
         cloned_bytes: Bytes copied out of buckets because vLLM keeps them.
+        num_built: Modules that were built anew, once all is done.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -64,16 +65,33 @@ class LayerwiseReload:
         self._open: list[OpenLayer] = []
         self._live: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = []
         self._kernels: list[tuple[Any, Any]] = []
+        self._begun: set[torch.nn.Module] = set()
         self._replaced: set[torch.nn.Module] = set()
         self._is_finalising = False
         self.cloned_bytes = 0
+        self.num_built = 0
 
-    def begin(self) -> None:
-        """Put the model's tensors onto the meta device, ready to be loaded."""
-        self._live = list(_snapshot_live_tensors(self._model))
-        self._kernels = compat.take_moe_kernels(self._model)
+    def begin(self, *, spared: Callable[[torch.nn.Module], bool] = lambda module: False) -> None:
+        """Put tensors onto the meta device, ready to be loaded; more of them if called again.
+
+        Args:
+            spared: Says which modules stay as they are, because others fill them. Those
+                that are processed last are never spared.
+        """
+        self.waiting()
         layerwise.initialize_layerwise_reload(self._model)
-        self._open = list(open_layers(self._model))
+        added = []
+        for module in self._model.modules():
+            is_spared = spared(module) and not compat.is_processed_last(module)
+            if module in self._replaced or (is_spared and module not in self._begun):
+                _put_back(module, layerwise.get_layerwise_info(module))
+            elif module not in self._begun:
+                self._begun.add(module)
+                added.append(module)
+        fresh = set(added)
+        self._open += [layer for layer in open_layers(self._model) if layer.module in fresh]
+        self._live += _snapshot_live_tensors(added)
+        self._kernels += compat.take_moe_kernels(added)
 
     def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
         """Give tensors to the model's loaders; return what they loaded, if they say it."""
@@ -107,11 +125,14 @@ class LayerwiseReload:
     def finalise(self) -> None:
         """Process what waits for the end, attention last, and put everything in place."""
         self._is_finalising = True
+        self.num_built = sum(layer.info.load_numel > 0 for layer in self.waiting())
+        self.num_built += len(self._replaced)
         for layer in self.waiting():
             if layer.info.load_numel <= 0 and not compat.is_processed_last(layer.module):
                 # vLLM would do the same, and warn of each that it "failed to load".
                 _put_back(layer.module, layer.info)
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
+        compat.give_back_moe_kernels(self._kernels)
         compat.rebuild_tied_heads(self._model)
         compat.run_model_hook(self._model)
         self._open, self._live, self._kernels = [], [], []
@@ -152,6 +173,59 @@ class LayerwiseReload:
         if type(value) in {list, tuple}:
             return type(value)(self._cloned(item, storages, clones) for item in value)
         return value
+
+
+def finish(model: torch.nn.Module, model_config: Any) -> None:
+    """Do what vLLM's finalise does to a model of which no module is being reloaded."""
+    for module in model.modules():
+        if compat.is_processed_last(module):
+            module.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
+    compat.rebuild_tied_heads(model)
+    compat.run_model_hook(model)
+
+
+def scratch_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return tensors for a module's weights as a checkpoint has them, without values.
+
+    The module is as before. What loaders write straight into the live model is not
+    among them.
+    """
+    info = _detach_live(module)
+    try:
+        layerwise.materialize_layer(module, info)
+        live = {id(tensor) for group in info.kernel_tensors for tensor in group.values()}
+        return {name: one for name, one in _tensors(module).items() if id(one) not in live}
+    finally:
+        _put_back(module, info)
+
+
+def process(module: torch.nn.Module, scratch: Mapping[str, torch.Tensor]) -> None:
+    """Let vLLM post-process a module's new weights and copy the result into the live ones.
+
+    Args:
+        module: A live module.
+        scratch: What ``scratch_of`` made, filled.
+    """
+    kernels = compat.take_moe_kernels([module])
+    info = _detach_live(module)
+    for name, tensor in scratch.items():
+        setattr(module, name, tensor)
+    try:
+        layerwise._layerwise_process(module, info)
+    finally:
+        compat.give_back_moe_kernels(kernels)
+
+
+def _detach_live(module: torch.nn.Module) -> Any:
+    """Begin a reload of one module, as vLLM does for all at once; return its account."""
+    info = layerwise.get_layerwise_info(module)
+    info.kernel_tensors = (
+        {name: one for name, one in module._parameters.items() if one is not None},
+        {name: one for name, one in module._buffers.items() if one is not None},
+    )
+    info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    layerwise.restore_layer_on_meta(module, info)
+    return info
 
 
 def open_layers(model: torch.nn.Module) -> Iterator[OpenLayer]:
@@ -213,11 +287,11 @@ def _reloaded_tensors(module: torch.nn.Module, info: Any) -> Iterator[torch.Tens
 
 
 def _snapshot_live_tensors(
-    model: torch.nn.Module,
+    modules: Iterable[torch.nn.Module],
 ) -> Iterator[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]:
     """Yield each tensor that loaders write straight into the live model, and a copy of it."""
     names = compat.live_tensor_names()
-    for module in model.modules():
+    for module in modules:
         for name, tensor in _tensors(module).items():
             if name in names or compat.keeps_live_tensors(module):
                 yield module, tensor, tensor.detach().clone()

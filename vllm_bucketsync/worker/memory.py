@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..layout import Manifest
-from . import compat
+from . import compat, sleeps
 from .dryrun import DryRunResult
 
 # Two: an engine may be fed whole models and partial ones by turns.
@@ -20,8 +20,9 @@ class WeightMemory:
     """The last good dry runs of one worker, by manifest.
 
     One instance lives as long as the worker. A result holds only for the model that
-    it was made with: the same parameter objects, quant methods and expert maps, in
-    the same modules, on the same rank. Whatever of that changed makes it void.
+    it was made with: the same parameter objects at the same addresses, the same quant
+    methods, kernels and expert maps, in the same modules, on the same rank. Whatever of
+    that changed makes it void, and so does a sleep that dropped the weights.
     """
 
     def __init__(self) -> None:
@@ -40,9 +41,9 @@ class WeightMemory:
         A result with problems is not kept: it is rare, and its cause may be mended.
         """
         key = (manifest.digest, tuple(partial))
-        made_with = compat.fingerprint(worker)
+        made_with = (compat.fingerprint(worker), sleeps.num_deep_sleeps(worker))
         kept = self._results.get(key)
-        if kept is not None and kept[0] == made_with:
+        if kept is not None and kept[0] == made_with and kept[1].is_current():
             self._results.move_to_end(key)
             return kept[1]
         result = dry_run()

@@ -176,6 +176,15 @@ def cut_short(name: str, *, num_bytes: int, expected: int) -> Problem:
     )
 
 
+def module_cut_short(path: str) -> Problem:
+    """Describe a module that the plan did not get all of."""
+    return Problem(
+        cls=MissingTensorError,
+        name=path,
+        text=f"not all of {path} came, though it was declared; send all of it",
+    )
+
+
 def loader_failed(name: str, error: BaseException) -> Problem:
     """Describe a failure that no other text here fits."""
     return Problem(

@@ -15,23 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..boxes import Box
+
 _ATEN = torch.ops.aten
 _FILLS = {_ATEN.fill_.Scalar, _ATEN.zero_.default}
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A strided part of a tensor, in elements of it.
-
-    Attributes:
-        offset: Its first element, counted from the tensor's own first one.
-        shape: Elements along each dimension.
-        strides: Distance of neighbours along each dimension.
-    """
-
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +89,8 @@ class Recorder(TorchDispatchMode):
         copies: Every copy from a view of a source, in order.
         fills: Every constant fill, in order.
         impure: Sources that more was done with than to view and copy them.
+        tainted: Targets, by name, that more was done to than to copy sources and
+            constants into them: what they hold in the end is not known here.
         consumed: Sources that reached a target, or any computation.
         aim: The target that was touched last, and the shape of that view.
     """
@@ -118,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self.copies: list[Copy] = []
         self.fills: list[Fill] = []
         self.impure: set[int] = set()
+        self.tainted: set[str] = set()
         self.consumed: set[int] = set()
         self.aim: tuple[Target, tuple[int, ...]] | None = None
 
@@ -181,6 +171,7 @@ class Recorder(TorchDispatchMode):
         else:
             sources = self._sources_of([value])
             self._mark(sources)
+            self._taint([to, value])
             target.covered.extend((box, one) for one in sources or {-1})
         # The recorder counts; the storage of a live tensor is left as it is.
         return to if not to.is_meta else func(*args, **kwargs)
@@ -203,6 +194,7 @@ class Recorder(TorchDispatchMode):
         tensors = list(_tensors([*args, *kwargs.values()]))
         sources = self._sources_of(tensors)
         self._mark(sources)
+        self._taint(tensors)
         if func._schema.is_mutable and tensors:
             target = self._targets.get(_storage(tensors[0]))
             if target is not None:
@@ -234,6 +226,10 @@ class Recorder(TorchDispatchMode):
                 found.add(self._sources[storage])
             found |= self._derived.get(storage, frozenset())
         return frozenset(found)
+
+    def _taint(self, tensors: Iterable[torch.Tensor]) -> None:
+        found = (self._targets.get(_storage(tensor)) for tensor in tensors)
+        self.tainted |= {target.name for target in found if target is not None}
 
     def _mark(self, sources: frozenset[int]) -> None:
         self.impure |= sources
@@ -270,6 +266,7 @@ class LoadRecord:
         fills: Every constant that they write.
         impure: Sources whose loader does more than to view and copy: run it.
         unverified: Of these, the ones whose loader could not be followed at all.
+        tainted: Targets whose loader does more to them than to copy and to fill.
         skipped: Names that go nowhere, rightly, and why.
     """
 
@@ -277,4 +274,5 @@ class LoadRecord:
     fills: tuple[Fill, ...]
     impure: frozenset[int]
     unverified: frozenset[int]
+    tainted: frozenset[str]
     skipped: dict[str, str]

@@ -1,8 +1,8 @@
-"""Weights into the running model: one update, through vLLM's own layerwise loaders.
+"""Weights into the running model: one update.
 
 A declared manifest is dry-run first, so nearly every fault is found while the model
-is untouched; a streamed one is checked as it comes. Then each bucket is fed to the
-loaders, and what they keep of it is cloned before the bucket is given back.
+is untouched, and so that its tensors can be copied by plan; a streamed one is checked as
+it comes. What no plan has goes through vLLM's own layerwise loaders.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from msgspec import structs
 
+from ..config import PlanMode
 from ..errors import EngineState
-from ..layout import Manifest, TensorMeta
-from ..sinks import Piece, SinkReport
+from ..layout import Manifest
+from ..messages import LoadSplit
+from ..sinks import Bucket, Piece, SinkReport
 from . import caches, compat, guards, layerwise, problems
 from .completeness import Waiver
 from .dryrun import DryRunResult, dry_run
-from .intake import Intake
-from .layerwise import LayerwiseReload
+from .loaders import Loaders
 from .lora import sleeps
 from .memory import WeightMemory
 from .record import LoadRecord
+from .replay import Replay
+from .verify import Check
 
 __all__ = ["WeightMemory", "WeightSink"]
 
@@ -46,6 +50,7 @@ class WeightSink:
         partial: Sequence[str] = (),
         memory: WeightMemory | None = None,
         is_promise: bool = True,
+        mode: PlanMode = PlanMode.AUTO,
     ) -> None:
         """Prepare for one update; nothing is touched.
 
@@ -57,16 +62,21 @@ class WeightSink:
             memory: What is kept of one update for the next.
             is_promise: The manifest is what will come; else it is what the last stream
                 was, and that it does not fit says nothing of this one.
+            mode: Whether to load by plan.
         """
         self._worker = worker
         self._partial = tuple(partial)
         self._memory = WeightMemory() if memory is None else memory
+        self._mode = mode
         self._result: DryRunResult | None = None
         self._is_promise = is_promise
         self._is_declared = False
-        self._reload: LayerwiseReload | None = None
-        self._intake: Intake | None = None
-        self._fragments = _Fragments()
+        self._replay: Replay | None = None
+        self._left_at: int | None = None
+        self._is_handed_over = False
+        self._was_begun = False
+        self._loaders: Loaders | None = None
+        self._check: Check | None = None
         self._notes: list[str] = []
 
     @property
@@ -76,8 +86,8 @@ class WeightSink:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the model has left its live state, and was not put back."""
-        return self._reload is not None
+        """Whether a byte, or a module, of the model may have left its live state."""
+        return self._was_begun
 
     def open(self, manifest: Manifest | None) -> None:
         """Refuse what cannot work; dry-run the manifest.
@@ -100,23 +110,22 @@ class WeightSink:
     def deviate(self, index: int) -> None:
         """Watch each tensor from ``index`` on: the dry run says nothing of them."""
         self._is_declared = False
+        self._left_at = index
 
-    def load(self, pieces: Sequence[Piece]) -> None:
-        """Feed one bucket to the model's loaders.
+    def load(self, bucket: Bucket) -> None:
+        """Take over one bucket: by plan, and through vLLM's loaders what no plan has.
 
         Raises:
             LoadError: A tensor was refused. Only ``abort`` may follow.
         """
         with compat.engine_context(self._worker.vllm_config):
-            intake, reload = self._begun()
-            weights = self._fragments.whole(pieces)
-            if self._is_declared and self._result is not None:
-                skipped = self._result.record.skipped
-                intake.feed_declared([one for one in weights if one[0].name not in skipped])
-            else:
-                intake.feed_watched(weights)
-            reload.keep_out_of({piece.data.untyped_storage().data_ptr() for piece in pieces})
-            for device in {self._worker.device, *(piece.data.device for piece in pieces)}:
+            self._was_begun = True
+            if self._check is not None:
+                self._check.keep(bucket.pieces)
+            pieces = self._load_by_plan(bucket)
+            if pieces:
+                self._load_by_loaders(pieces)
+            for device in {self._worker.device, *{one.data.device for one in bucket.pieces}}:
                 compat.synchronise(device)
 
     def prepare(self) -> None:
@@ -126,30 +135,46 @@ class WeightSink:
             LoadError: One has none, or only a part of it.
         """
         with compat.engine_context(self._worker.vllm_config):
-            intake, _ = self._begun()
-            found = self._fragments.unfinished()
+            found = [] if self._loaders is None else self._loaders.unfinished()
             # A dry run has shown that a declared manifest misses nothing.
             if not self._is_declared:
-                found += intake.missing()
+                self._hand_over()
+                found += self._begun_loaders().missing()
+            elif self._replay is not None:
+                found += [problems.module_cut_short(one.path) for one in self._replay.unfinished()]
             problems.raise_problems(found, state="the update cannot be committed")
 
     def commit(self) -> SinkReport:
-        """Process what vLLM leaves for the end, and drop what knows the old weights."""
+        """Process what vLLM leaves for the end, and drop what knows the old weights.
+
+        Raises:
+            PlanError: Plans are checked, and this one was wrong.
+        """
+        loaders, split = self._loaders, LoadSplit()
+        skipped: dict[str, str] = {}
         with compat.engine_context(self._worker.vllm_config):
-            intake, reload = self._begun()
-            reload.finalise()
+            self._was_begun = True
+            if loaders is not None:
+                skipped.update(loaders.skipped)
+                loaders.finalise()
+                split = LoadSplit(num_loaded=loaders.num_modules, loaded_bytes=loaders.num_bytes)
+            else:
+                layerwise.finish(self._model, self._worker.model_config)
+            if self._check is not None:
+                self._check.compare()
+            if self._replay is not None:
+                split = _joined(self._replay.settle(), split)
             self._notes.extend(caches.drop_caches(self._worker))
             if not self._partial:
                 sleeps.regain_base(self._worker)
             compat.synchronise(self._worker.device)
-        self._reload = None
-        skipped = dict(intake.skipped)
-        if self._result is not None:
-            skipped.update(self._result.record.skipped)
+        self._was_begun = False
+        skipped.update(self._skipped())
         for name, why in skipped.items():
             logger.debug("skipped %s: %s", name, why)
         return SinkReport(
-            cloned_bytes=reload.cloned_bytes + self._fragments.num_bytes,
+            split=split,
+            cloned_bytes=0 if loaders is None else loaders.cloned_bytes,
             skipped=tuple(skipped),
             notes=tuple(self._notes),
         )
@@ -158,23 +183,28 @@ class WeightSink:
         """Put every live tensor back that was not replaced yet.
 
         Returns:
-            ``UNCHANGED`` if no module had been replaced, else ``TORN``.
+            ``UNCHANGED`` if nothing was written to the live model, else ``TORN``.
         """
-        if self._reload is None:
+        if not self._was_begun:
             return EngineState.UNCHANGED
         with compat.engine_context(self._worker.vllm_config):
-            is_torn = self._reload.abort()
+            is_torn = self._loaders is not None and self._loaders.abort()
+            if self._replay is not None:
+                is_torn |= self._replay.has_written
+                # What a module was when its processing failed.
+                layerwise.put_back(self._model)
             compat.synchronise(self._worker.device)
-        self._reload = None
-        if not is_torn:
-            return EngineState.UNCHANGED
+        self._was_begun = False
         self._memory.forget()
-        return EngineState.TORN
+        return EngineState.TORN if is_torn else EngineState.UNCHANGED
 
     def release(self) -> None:
-        """Drop fragments. Idempotent."""
-        self._fragments = _Fragments()
-        self._intake = None
+        """Drop what was kept for this update. Idempotent."""
+        if self._replay is not None:
+            self._replay.release()
+        if self._check is not None:
+            self._check.release()
+        self._loaders = self._replay = self._check = None
 
     @property
     def _model(self) -> torch.nn.Module:
@@ -194,55 +224,71 @@ class WeightSink:
         self._result = result
         problems.raise_problems(result.problems, state=_NOTHING)
         self._is_declared = True
+        if result.plan is not None and self._mode is not PlanMode.OFF:
+            self._replay = Replay(result.plan)
+            if self._mode is PlanMode.CHECK:
+                self._check = Check(self._worker, self._waiver(), result.record.skipped)
 
-    def _begun(self) -> tuple[Intake, LayerwiseReload]:
+    def _load_by_plan(self, bucket: Bucket) -> Sequence[Piece]:
+        """Load what the plan has of a bucket; return the rest."""
+        if self._replay is None or self._is_handed_over:
+            skipped = self._skipped() if self._is_declared else {}
+            return [piece for piece in bucket.pieces if piece.meta.name not in skipped]
+        if self._left_at is None:
+            return self._replay.load(bucket)
+        known = tuple(piece for piece in bucket.pieces if piece.index < self._left_at)
+        others = self._replay.load(Bucket(seq=bucket.seq, pieces=known))
+        if len(known) == len(bucket.pieces):
+            return others
+        if others:
+            self._load_by_loaders(others)
+        self._hand_over()
+        return bucket.pieces[len(known) :]
+
+    def _load_by_loaders(self, pieces: Sequence[Piece]) -> None:
+        is_known = self._left_at is not None and all(one.index < self._left_at for one in pieces)
+        self._begun_loaders().feed(pieces, is_declared=self._is_declared or is_known)
+
+    def _hand_over(self) -> None:
+        """Let vLLM's loaders go on where the stream has left the plan."""
+        replay, end = self._replay, self._left_at
+        if replay is None or end is None or self._is_handed_over:
+            return
+        loaders = self._begun_loaders()
+        self._is_handed_over = True
+        unfinished, weights = replay.hand_over(end)
+        finished = {one.module for one in replay.plan.modules if one not in set(unfinished)}
+        loaders.begin(spared=finished.__contains__)
+        came = {s: copies for s, (_, copies) in replay.plan.of_source.items() if s < end}
+        metas = [replay.plan.metas[source] for source in came]
+        loaders.note_planned(metas, {one.target for copies in came.values() for one in copies})
+        loaders.feed_whole(weights, is_declared=True)
+
+    def _begun_loaders(self) -> Loaders:
         """Begin the reload at the first call; return what feeds it."""
-        if self._intake is None or self._reload is None:
-            model = self._model
-            self._reload = LayerwiseReload(model, self._worker.model_config)
-            waiver = Waiver(self._partial, compat.tied_names(model))
-            self._intake = Intake(self._worker, model, self._reload, waiver)
-            self._reload.begin()
-        return self._intake, self._reload
+        if self._loaders is None:
+            self._was_begun = True
+            self._loaders = Loaders(self._worker, self._model, self._waiver())
+            if self._replay is None:
+                self._loaders.begin()
+            else:
+                loaded = self._replay.plan.loaded_modules
+                self._loaders.begin(spared=lambda module: module not in loaded)
+        return self._loaders
+
+    def _waiver(self) -> Waiver:
+        return Waiver(self._partial, compat.tied_names(self._model))
+
+    def _skipped(self) -> dict[str, str]:
+        """Return what the dry run said of the tensors that came, of those that go nowhere."""
+        if self._result is None:
+            return {}
+        skipped = self._result.record.skipped
+        if self._left_at is None or self._result.plan is None:
+            return skipped
+        came = {meta.name for meta in self._result.plan.metas[: self._left_at]}
+        return {name: why for name, why in skipped.items() if name in came}
 
 
-class _Fragments:
-    """Tensors larger than a slot, put together in private memory.
-
-    Attributes:
-        num_bytes: Bytes that went this way.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, tuple[TensorMeta, torch.Tensor, int]] = {}
-        self.num_bytes = 0
-
-    def whole(self, pieces: Sequence[Piece]) -> list[tuple[TensorMeta, torch.Tensor]]:
-        """Return the tensors that are whole now: views of the bucket, or private."""
-        found = []
-        for piece in pieces:
-            if piece.is_whole:
-                found.append((piece.meta, piece.tensor()))
-                continue
-            if piece.index not in self._open:
-                size, device = piece.meta.num_bytes, piece.data.device
-                empty = torch.empty(size, dtype=torch.uint8, device=device)
-                self._open[piece.index] = (piece.meta, empty, 0)
-            meta, buffer, num_filled = self._open.pop(piece.index)
-            end = piece.first_byte + piece.data.numel()
-            buffer[piece.first_byte : end].copy_(piece.data)
-            num_filled += piece.data.numel()
-            self.num_bytes += piece.data.numel()
-            if num_filled < meta.num_bytes:
-                self._open[piece.index] = (meta, buffer, num_filled)
-                continue
-            whole = Piece(index=piece.index, meta=meta, first_byte=0, data=buffer)
-            found.append((meta, whole.tensor()))
-        return found
-
-    def unfinished(self) -> list[problems.Problem]:
-        """Return a problem for each tensor of which bytes are missing."""
-        return [
-            problems.cut_short(meta.name, num_bytes=num_filled, expected=meta.num_bytes)
-            for meta, _, num_filled in self._open.values()
-        ]
+def _joined(planned: LoadSplit, loaded: LoadSplit) -> LoadSplit:
+    return structs.replace(planned, num_loaded=loaded.num_loaded, loaded_bytes=loaded.loaded_bytes)

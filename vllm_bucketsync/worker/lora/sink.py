@@ -11,7 +11,7 @@ import torch
 from ...errors import AdapterConfigError, AdapterError, AdapterTensorError, EngineState
 from ...layout import Manifest, TensorMeta, aligned
 from ...messages import Open
-from ...sinks import Piece, SinkReport
+from ...sinks import Bucket, Piece, SinkReport
 from .. import compat, guards
 from .fit import Fit, check_fit
 from .settings import read_config
@@ -65,8 +65,9 @@ class AdapterSink:
     def deviate(self, index: int) -> None:
         """Accept any stream: it is checked as a whole, before anything is changed."""
 
-    def load(self, pieces: Sequence[Piece]) -> None:
+    def load(self, bucket: Bucket) -> None:
         """Clone one bucket's tensors into private memory, in the engine's dtype."""
+        pieces = bucket.pieces
         hosted = in_host_memory(pieces)
         for piece in pieces if hosted is None else hosted:
             self._metas[piece.index] = piece.meta

@@ -1,0 +1,1 @@
+"""Measurements of a running vLLM engine: ours, vLLM's own, and plain copies, side by side."""
