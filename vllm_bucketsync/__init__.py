@@ -12,6 +12,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .config import Settings
     from .errors import (
+        AdapterCapacityError,
+        AdapterConfigError,
+        AdapterError,
+        AdapterModuleError,
+        AdapterTensorError,
         BucketSyncError,
         ChannelTimeoutError,
         ConfigError,
@@ -35,11 +40,17 @@ if TYPE_CHECKING:
         UnknownTensorError,
         UnsupportedError,
     )
-    from .report import PushReport, WorkerReport
+    from .report import AdapterReport, PushReport, WorkerReport
     from .sync import WeightSync
     from .worker.extension import WorkerExtension
 
 __all__ = [
+    "AdapterCapacityError",
+    "AdapterConfigError",
+    "AdapterError",
+    "AdapterModuleError",
+    "AdapterReport",
+    "AdapterTensorError",
     "BucketSyncError",
     "ChannelTimeoutError",
     "ConfigError",
@@ -72,6 +83,7 @@ __all__ = [
 
 # Where the names live that are not errors.
 _HOMES = {
+    "AdapterReport": "report",
     "PushReport": "report",
     "Settings": "config",
     "WeightSync": "sync",

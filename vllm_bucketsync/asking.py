@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from .clients.base import PauseMode, UpdateAnswer, UpdateRequest, without_method
+import msgspec
+
+from .clients.base import Engine, PauseMode, UpdateAnswer, UpdateRequest, without_method
 from .config import Settings
-from .errors import BucketSyncError, EngineUnreachableError, RemoteError, from_wire
-from .messages import PROTOCOL_VERSION
+from .errors import (
+    BucketSyncError,
+    EngineBusyError,
+    EngineUnreachableError,
+    RemoteError,
+    from_wire,
+)
+from .messages import PROTOCOL_VERSION, AdapterSpec
 from .sender import Sender
 
 T = TypeVar("T")
@@ -88,7 +97,57 @@ class Asking:
             pause=self.pause,
             resume_torn=self.resume_torn,
             timeout_s=settings.connect_timeout_s,
+            adapter=_named(sender.update.adapter),
         )
+
+
+def ask_each(
+    engines: Sequence[Engine],
+    call: Callable[[Engine], list[Any]],
+    *,
+    what: str,
+    timeout_s: float,
+) -> list[dict[str, Any]]:
+    """Ask engines one after the other for what their workers answer at once.
+
+    Args:
+        engines: Whom to ask.
+        call: Asks one of them.
+        what: What for, for messages.
+        timeout_s: For each of them, in seconds; one in this process has no deadline.
+
+    Returns:
+        What their workers answered, each with its ``engine``.
+
+    Raises:
+        EngineBusyError: One is at work and did not answer in time.
+        EngineUnreachableError: One did not answer at all.
+    """
+    found = []
+    for index, engine in enumerate(engines):
+        if engine.is_in_process:
+            answers = call(engine)
+        else:
+            answers = _wait(engine, call, what=what, timeout_s=timeout_s)
+        found += [answer | {"engine": index} for answer in answers]
+    return found
+
+
+def _wait(
+    engine: Engine, call: Callable[[Engine], list[Any]], *, what: str, timeout_s: float
+) -> list[Any]:
+    asked = RpcCall(functools.partial(call, engine))
+    if not asked.wait(timeout_s):
+        raise EngineBusyError(
+            f"{engine.name} did not answer {what} within {timeout_s:g} s; it is busy"
+        )
+    if isinstance(asked.error, BucketSyncError):
+        raise asked.error
+    if asked.error is not None:
+        raise EngineUnreachableError(
+            f"{what} failed on {engine.name}: {asked.error}", url=engine.name
+        ) from asked.error
+    return asked.result or []
 
 
 def early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseException:
@@ -115,6 +174,11 @@ def early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseE
         f"the engine's call returned before the update ended: {results!r}; it has fewer workers "
         f"than were expected, or another update runs there"
     )
+
+
+def _named(adapter: AdapterSpec | None) -> AdapterSpec | None:
+    """Return what a server has to know of an adapter: all but its config."""
+    return None if adapter is None else msgspec.structs.replace(adapter, config="")
 
 
 def _later(timeout_s: float) -> float:

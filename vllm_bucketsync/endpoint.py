@@ -14,10 +14,12 @@ import functools
 import logging
 import time
 from argparse import Namespace
-from typing import Annotated, Any
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
@@ -31,14 +33,22 @@ from .clients.base import (
     UpdateRequest,
     verdict,
 )
-from .errors import ChannelTimeoutError, EngineState
-from .messages import MAX_VERSION_CHARS, PROTOCOL_VERSION
-from .serve import Offer
+from .errors import BucketSyncError, ChannelTimeoutError, EngineState, to_wire
+from .messages import (
+    MAX_ADAPTER_NAME_CHARS,
+    MAX_VERSION_CHARS,
+    PROTOCOL_VERSION,
+    AdapterSpec,
+)
+from .serve import Offer, Seconds
+from .served_names import Names
 
 logger = logging.getLogger(__name__)
 
 # An offer is a few hundred bytes.
 MAX_BODY_BYTES = 64 * 1024
+
+T = TypeVar("T")
 
 router = APIRouter(prefix="/v1/bucketsync", tags=["bucketsync"])
 
@@ -50,6 +60,14 @@ class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
     pause: PauseMode | None = PauseMode.WAIT
     resume_torn: bool = False
+    adapter: AdapterSpec | None = None
+
+
+class _Remove(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter that is to be forgotten, once the requests that run have ended."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_ADAPTER_NAME_CHARS)]
+    timeout_s: Seconds = 60.0
 
 
 class _Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +93,7 @@ class Endpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the engine for the routes; called once before the server listens."""
-        state.bucketsync = _State(engine_client)
+        state.bucketsync = _State(engine_client, getattr(state, "openai_serving_models", None))
 
 
 class _State:
@@ -86,13 +104,15 @@ class _State:
         metrics: On the server's own ``/metrics``.
         pause: Whether the engine is paused because an update left it so.
         running: The update that runs, if there is one; nobody may be waiting for it.
+        names: Of adapters, as requests can have them.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, models: Any = None) -> None:
         self.engine = engine
+        self.names = Names(models)
         self.metrics = _metrics()
         self.pause = OwnPause()
-        self.running: set[asyncio.Task[UpdateAnswer]] = set()
+        self.running: set[asyncio.Task[Any]] = set()
 
 
 class _Metrics:
@@ -117,7 +137,7 @@ class _Metrics:
             multiprocess_mode="mostrecent",
         )
 
-    def note(self, results: list[dict[str, Any]], *, version: str, seconds: float) -> None:
+    def note(self, results: list[dict[str, Any]], *, version: str | None, seconds: float) -> None:
         """Take note of an update's outcome, as the workers returned it."""
         self.seconds.observe(seconds)
         is_good = verdict(results) is EngineState.COMMITTED
@@ -125,8 +145,8 @@ class _Metrics:
         if is_good:
             self.bytes.inc(results[0]["num_bytes"])
             self.tensors.inc(results[0]["num_tensors"])
-            with contextlib.suppress(ValueError):
-                self.version.set(float(version))
+            with contextlib.suppress(ValueError, TypeError):
+                self.version.set(float(version))  # type: ignore[arg-type]
         self.torn.set(
             any(
                 one.get("is_torn") or one.get("state") == EngineState.TORN
@@ -166,7 +186,7 @@ async def engine(request: Request) -> dict[str, Any]:
 
 
 @router.post("/update")
-async def update(request: Request) -> dict[str, Any]:
+async def update(request: Request) -> Any:
     """Run one update: pause, every worker, caches, version, resume.
 
     Seen through to its end even if whoever asked has gone.
@@ -174,20 +194,55 @@ async def update(request: Request) -> dict[str, Any]:
     state = _state(request)
     body = await _body(request, _Update)
     _require_extension(state)
+    refusal = None if body.adapter is None else state.names.refusal(body.adapter)
+    if refusal is not None:
+        return _typed(refusal)
+    answer = await _seen_through(state, _run(state, body))
+    return {"results": answer.results, "drops_caches": answer.drops_caches}
+
+
+@router.post("/remove_lora")
+async def remove_lora(request: Request) -> dict[str, Any]:
+    """Forget an adapter: its name at once, the rest when the requests that run have ended."""
+    state = _state(request)
+    body = await _body(request, _Remove)
+    _require_extension(state)
+    return {"results": await _seen_through(state, _remove(state, body))}
+
+
+async def _seen_through(state: _State, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` comes to. It goes on to its end if whoever asked has gone."""
     if state.running:
+        work.close()
         raise HTTPException(409, "another update runs on this server; wait for its end")
-    running = asyncio.create_task(_run(state, body))
+    running = asyncio.create_task(work)
     state.running.add(running)
     running.add_done_callback(state.running.discard)
     try:
-        answer = await asyncio.shield(running)
+        return await asyncio.shield(running)
     except ChannelTimeoutError as error:
         raise HTTPException(504, str(error)) from error
     # Whatever vLLM raised: a bare 500 would not tell the trainer why.
     except Exception as error:
         text = f"the engine's call failed: {type(error).__name__}: {error}"
         raise HTTPException(502, text) from error
-    return {"results": answer.results, "drops_caches": answer.drops_caches}
+
+
+def _typed(error: BucketSyncError) -> JSONResponse:
+    """Return an error as data: vLLM makes one text of what an HTTPException says."""
+    code, message, details = to_wire(error)
+    wire = {"code": code, "message": message, "details": details}
+    return JSONResponse({"detail": wire}, status_code=422)
+
+
+async def _remove(state: _State, body: _Remove) -> list[Any]:
+    """Take the name away first, so that no new request comes for it."""
+    known = state.names.forget(body.name)
+    try:
+        return await online.remove_adapter(state.engine, body.name, timeout_s=body.timeout_s)
+    except ChannelTimeoutError:
+        state.names.restore(body.name, known)
+        raise
 
 
 async def _run(state: _State, body: _Update) -> UpdateAnswer:
@@ -198,6 +253,7 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
         pause=body.pause,
         resume_torn=body.resume_torn,
         timeout_s=body.offer.connect_timeout_s,
+        adapter=body.adapter,
     )
     try:
         answer = await online.update(state.engine, request, pause=state.pause)
@@ -207,7 +263,9 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
         raise
     if body.pause is not None:
         seconds = time.monotonic() - begin_s
-        state.metrics.note(answer.results, version=body.version, seconds=seconds)
+        state.metrics.note(answer.results, version=request.weight_version, seconds=seconds)
+        if body.adapter is not None and verdict(answer.results) is EngineState.COMMITTED:
+            state.names.register(body.adapter)
     return answer
 
 

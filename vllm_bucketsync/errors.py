@@ -243,6 +243,126 @@ class TensorMismatchError(LoadError):
         self.got = got
 
 
+class AdapterError(BucketSyncError, RuntimeError):
+    """The engine cannot use an adapter; what it had under that name goes on serving.
+
+    Attributes:
+        adapter: The adapter's name.
+        problems: One text for each thing found, the first of them included.
+    """
+
+    code = "adapter"
+    fields: ClassVar[tuple[str, ...]] = ("adapter", "problems")
+
+    def __init__(self, message: str, *, adapter: str = "", problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.adapter = adapter
+        self.problems = tuple(problems)
+
+
+class AdapterConfigError(AdapterError):
+    """A setting of the adapter, or of the engine, rules it out.
+
+    Attributes:
+        setting: The setting, by PEFT's word for it or by vLLM's.
+        expected: What the engine can do, as text.
+        found: What the setting is, as text.
+    """
+
+    code = "adapter_config"
+    fields = ("adapter", "problems", "setting", "expected", "found")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        adapter: str = "",
+        problems: Sequence[str] = (),
+        setting: str = "",
+        expected: str = "",
+        found: str = "",
+    ) -> None:
+        super().__init__(message, adapter=adapter, problems=problems)
+        self.setting = setting
+        self.expected = expected
+        self.found = found
+
+
+class AdapterModuleError(AdapterError):
+    """The engine has no module, or no adapter's place in one, for part of an adapter.
+
+    Attributes:
+        unmatched: Names of the modules, as the adapter has them.
+    """
+
+    code = "adapter_module"
+    fields = ("adapter", "problems", "unmatched")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        adapter: str = "",
+        problems: Sequence[str] = (),
+        unmatched: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, adapter=adapter, problems=problems)
+        self.unmatched = tuple(unmatched)
+
+
+class AdapterTensorError(AdapterError):
+    """A tensor of an adapter is missing, or does not fit its module.
+
+    Attributes:
+        tensor: The tensor that the text begins with.
+        expected: Its shape or dtype for the engine, as text.
+        got: What was sent, as text; ``nothing`` where it is missing.
+    """
+
+    code = "adapter_tensor"
+    fields = ("adapter", "problems", "tensor", "expected", "got")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        adapter: str = "",
+        problems: Sequence[str] = (),
+        tensor: str = "",
+        expected: str = "",
+        got: str = "",
+    ) -> None:
+        super().__init__(message, adapter=adapter, problems=problems)
+        self.tensor = tensor
+        self.expected = expected
+        self.got = got
+
+
+class AdapterCapacityError(AdapterError):
+    """The engine has no room for one more adapter.
+
+    Attributes:
+        limit: How many it can have there.
+        held: Names, or numbers, of those that take the room.
+    """
+
+    code = "adapter_capacity"
+    fields = ("adapter", "problems", "limit", "held")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        adapter: str = "",
+        problems: Sequence[str] = (),
+        limit: int = 0,
+        held: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, adapter=adapter, problems=problems)
+        self.limit = limit
+        self.held = tuple(held)
+
+
 class RemoteError(BucketSyncError, RuntimeError):
     """The other end failed in a way that has no class here.
 

@@ -21,6 +21,10 @@ PROTOCOL_VERSION = 2
 # Fits MAX_METAS metas with names of MAX_NAME_BYTES.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_METAS = 8192
+# PEFT may list every target module by its full name.
+MAX_CONFIG_CHARS = 1024 * 1024
+MAX_ADAPTER_NAME_CHARS = 256
+MAX_ADAPTER_ID = (1 << 31) - 1
 MAX_NOTES = 64
 MAX_PATTERNS = 1024
 MAX_TENSORS = 1 << 26
@@ -97,6 +101,23 @@ class Hello(Reply, frozen=True, kw_only=True, tag="hello"):
     manifests: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an adapter is, beside its tensors.
+
+    Attributes:
+        name: What requests call it.
+        lora_int_id: What vLLM calls it: always the same for one name.
+        lora_path: What stands where vLLM has a folder: it says whose adapter it is, and
+            changes with the version, so that no prefix cache outlives it.
+        config: PEFT's ``adapter_config.json``, as text.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ADAPTER_NAME_CHARS)]
+    lora_int_id: Annotated[int, msgspec.Meta(ge=1, le=MAX_ADAPTER_ID)]
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    config: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_CHARS)] = ""
+
+
 class Open(Command, frozen=True, kw_only=True, tag="open"):
     """What is about to come, and through which memory.
 
@@ -105,7 +126,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     Attributes:
         update_id: Random name of the update.
         version: The user's name for these weights.
-        kind: Which sink takes them: ``weights`` or ``discard``.
+        kind: Which sink takes them: ``weights``, ``adapter`` or ``discard``.
         transport: How the regions are shared.
         transport_reason: Why that way, for people.
         handles: The shared memory.
@@ -116,7 +137,9 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
         num_metas: Metas that follow in ``Metas`` messages; 0 where the receiver holds
             the manifest, or where there is none.
         is_declared: The manifest is a promise; else it is what the last stream was.
-        partial: Patterns of parameter names that may be left without a value.
+        partial: Patterns of parameter names that may be left without a value; of an
+            adapter's module names that may go nowhere.
+        adapter: What the adapter is; ``None`` for any other kind.
     """
 
     update_id: ShortText
@@ -132,6 +155,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     transport_reason: Text = ""
     placed: Placed | None = None
     partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
+    adapter: AdapterSpec | None = None
 
 
 class Metas(Command, frozen=True, kw_only=True, tag="metas"):

@@ -38,9 +38,13 @@ def check_calls(engines: Sequence[Engine], calls: Sequence[UpdateCall]) -> None:
 
 def explained(error: BaseException, sender: Sender) -> BaseException:
     """Say in an update's error what the engines hold."""
-    text = f"the engine's weights are {sender.engine_state}"
-    if sender.engine_state is EngineState.TORN:
+    adapter = sender.update.adapter
+    what = "weights are" if adapter is None else f"adapter {adapter.name!r} is"
+    text = f"the engine's {what} {sender.engine_state}"
+    if sender.engine_state is EngineState.TORN and adapter is None:
         text += ": part new, part old; a complete push mends them"
+    elif sender.engine_state is EngineState.TORN:
+        text += ": some workers have it and some have not; push it again"
     if isinstance(error, BucketSyncError):
         error.engine_state = sender.engine_state
     error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")

@@ -259,7 +259,7 @@ class Receiver:
         _, sink = self._running()
         report = sink.commit()
         self.state = EngineState.COMMITTED
-        if not opened.partial:
+        if opened.kind == "weights" and not opened.partial:
             self._memory.is_torn = False
         return Done(
             split=report.split,
@@ -310,4 +310,5 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.manifest,
         opened.is_declared,
         opened.partial,
+        opened.adapter,
     )

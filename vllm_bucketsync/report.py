@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from msgspec.structs import asdict as asdict_of
 
+from .errors import LocalProtocolError
 from .sender import Sender
 from .slots import Slots
 
@@ -101,6 +102,56 @@ class PushReport:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as data that JSON can hold."""
         return asdict(self) | {"num_workers": self.num_workers, "gb_per_s": self.gb_per_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReport(PushReport):
+    """What one push of an adapter came to, and how to generate with it.
+
+    Attributes:
+        name: The adapter's name. An OpenAI request to a server has it as its ``model``.
+        lora_int_id: What vLLM calls it: the same for this name whatever its version.
+        lora_path: What stands where vLLM has a folder. There is no such file.
+    """
+
+    name: str
+    lora_int_id: int
+    lora_path: str
+
+    @property
+    def request_kwargs(self) -> dict[str, Any]:
+        """What vLLM's ``LoRARequest`` is made from, where that has to happen elsewhere."""
+        return {
+            "lora_name": self.name,
+            "lora_int_id": self.lora_int_id,
+            "lora_path": self.lora_path,
+        }
+
+    def lora_request(self) -> Any:
+        """Return vLLM's ``LoRARequest``, as ``generate(lora_request=…)`` takes it.
+
+        Raises:
+            ImportError: This process has no vLLM; send ``request_kwargs`` to one that has.
+        """
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(**self.request_kwargs)
+
+
+def adapter_report_of(
+    sender: Sender, slots: Slots, *, engines: tuple[str, ...], seconds: float
+) -> AdapterReport:
+    """Return what an adapter's update that ended well came to; see ``report_of``."""
+    report = report_of(sender, slots, engines=engines, seconds=seconds)
+    adapter = sender.update.adapter
+    if adapter is None:
+        raise LocalProtocolError("the update was none of an adapter")
+    return AdapterReport(
+        **{field.name: getattr(report, field.name) for field in fields(report)},
+        name=adapter.name,
+        lora_int_id=adapter.lora_int_id,
+        lora_path=adapter.lora_path,
+    )
 
 
 def report_of(

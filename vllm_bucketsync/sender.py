@@ -297,6 +297,7 @@ class Sender:
                 num_metas=len(metas),
                 is_declared=declared is not None,
                 partial=self.update.partial,
+                adapter=self.update.adapter,
             )
             self._send(key, opened)
             for first in range(0, len(metas), MAX_METAS):

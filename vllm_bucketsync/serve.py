@@ -304,11 +304,13 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         worker.transport = opened.transport
         worker.transport_reason = opened.transport_reason
     if receiver.state is EngineState.COMMITTED and opened is not None:
-        worker.version, worker.update_id = opened.version, opened.update_id
+        if opened.adapter is None:
+            worker.version, worker.update_id = opened.version, opened.update_id
         worker.num_updates += 1
         logger.info(
-            "update %s committed: version %s, %d buckets over %s",
+            "update %s committed: %s version %s, %d buckets over %s",
             opened.update_id,
+            "weights" if opened.adapter is None else f"adapter {opened.adapter.name!r}",
             opened.version,
             receiver.session.num_batches,
             opened.transport,

@@ -34,7 +34,7 @@ from .tensors import (
     meta_of,
 )
 
-__all__ = ["Source", "byte_view", "meta_of", "open_source"]
+__all__ = ["Source", "byte_view", "declare", "meta_of", "open_source", "read_metas"]
 
 Rename = Callable[[str], str]
 _Table = Mapping[str, torch.Tensor | None]
@@ -234,6 +234,34 @@ def _open_checkpoint(path: Path, names: Names) -> Source:
     tensors = _fetch_declared(metas, lambda: read_tensors(stored))
     devices = {torch.device("cpu")}
     return _checked_source(metas, tensors, what=f"checkpoint {path}", devices=devices)
+
+
+def declare(
+    metas: Sequence[TensorMeta],
+    fetch: Callable[[], Iterator[object]],
+    *,
+    what: str,
+    devices: Iterable[torch.device],
+) -> Source:
+    """Return a declared source of tensors that are made one by one.
+
+    Args:
+        metas: What will come, in order.
+        fetch: Called when the first tensor is asked for; yields one for each meta.
+        what: What was given, for a message.
+        devices: Where the tensors are.
+
+    Raises:
+        SourceError: It holds no tensors.
+    """
+    return _checked_source(metas, _fetch_declared(metas, fetch), what=what, devices=devices)
+
+
+def read_metas(source: Source) -> Source:
+    """Read a stream to its end for what it would send; its tensors are dropped."""
+    with closing(source):
+        manifest = Manifest([meta for meta, _ in source.tensors])
+    return Source(declared=manifest, tensors=iter(()))
 
 
 def _declare(

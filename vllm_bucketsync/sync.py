@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from .arguments import check_patterns, check_pause, check_version, is_count
-from .asking import Asking, Progress, RpcCall, UpdateCall
+from .adapters import spec_of
+from .arguments import check_name, check_patterns, check_pause, check_version, is_count
+from .asking import Asking, Progress, RpcCall, UpdateCall, ask_each
 from .channel import Listener
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
@@ -26,15 +27,17 @@ from .errors import (
     ConfigError,
     EngineBusyError,
     EngineUnreachableError,
+    from_wire,
 )
-from .layout import Manifest
+from .merging import open_weights
 from .outcome import after_commit, check_calls, explained
+from .peft_models import open_adapter
 from .recall import Recall
-from .report import PushReport, report_of
+from .report import AdapterReport, PushReport, adapter_report_of, report_of
 from .rundir import remove_stale
 from .sender import Sender
 from .slots import Slots
-from .sources import Source, open_source
+from .sources import Source, read_metas
 from .streams import leave_thread, wait_for_trainer
 from .transfer import run_linked, run_remote
 from .transport.registry import Wish, reclaim
@@ -42,6 +45,7 @@ from .update import Update
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R", bound=PushReport)
 
 # For an engine's call to return, once its workers have: a moment, unless one is stopped.
 RETURN_TIMEOUT_S = 3.0
@@ -121,6 +125,7 @@ class WeightSync:
         version: int | str,
         partial: Sequence[str] = (),
         rename: Callable[[str], str] | None = None,
+        merge: bool = False,
         dry_run: bool = False,
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
@@ -140,6 +145,8 @@ class WeightSync:
                 be left as they are.
             rename: Maps each name, after trainers' wrappers are stripped, to the
                 checkpoint's.
+            merge: The source is a PEFT model, and the weights to push are those that its
+                active adapters give when they are merged. Its own weights stay as they are.
             dry_run: Check everything that can be checked and stop; nothing is written
                 and no request is held back.
             pause: What happens to the requests that an online engine runs: ``wait``
@@ -165,48 +172,125 @@ class WeightSync:
         """
         begin_s = time.monotonic()
         with self._exclusively():
-            mode = check_pause(pause)
+            asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns = check_patterns(partial)
-            for engine in self._engines:
-                engine.check_ready()
-            opened = open_source(source, rename=rename, recall=self._recall)
-            if dry_run and opened.declared is None:
-                opened = _read_metas(opened)
-            sender = self._sender(
+            self._check_ready()
+            opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
+            sender = self._give(
                 opened,
-                check_version(version),
-                patterns,
+                asking,
+                version=check_version(version),
+                partial=patterns,
                 is_dry_run=dry_run,
                 is_zero_copy=zero_copy,
             )
-            asking = Asking(
-                settings=self._settings,
-                pause=None if dry_run else mode,
-                resume_torn=resume_torn,
-                progress=progress,
+        return self._logged(report_of(sender, self._slots, **self._outcome(begin_s)))
+
+    def push_lora(
+        self,
+        adapter: object,
+        *,
+        name: str,
+        version: int | str,
+        adapter_name: str | None = None,
+        partial: Sequence[str] = (),
+        rename: Callable[[str], str] | None = None,
+        dry_run: bool = False,
+        pause: str = PauseMode.WAIT,
+        resume_torn: bool = False,
+        progress: Progress | None = None,
+    ) -> AdapterReport:
+        """Give the engine an adapter, or a new version of one that it has under this name.
+
+        Blocks until every worker has it. Until then, and after any failure, the old
+        version serves. The trainer's tensors are copied, and never changed.
+
+        Args:
+            adapter: A PEFT model; a pair of tensors, under the names that PEFT's files
+                have, and PEFT's config; or the folder of a saved adapter.
+            name: What requests call it.
+            version: Your name for this version of it.
+            adapter_name: Which adapter of a PEFT model; left out, the active one.
+            partial: Patterns (as in ``fnmatch``) of the adapter's module names for which
+                the engine may have no place.
+            rename: See ``push``.
+            dry_run: See ``push``.
+            pause: See ``push``.
+            resume_torn: See ``push``.
+            progress: See ``push``.
+
+        Returns:
+            What it came to. ``report.lora_request()`` is what ``generate`` takes, and
+            ``report.name`` is the ``model`` of an OpenAI request.
+
+        Raises:
+            SourceError: The adapter cannot be sent.
+            AdapterError: The engine cannot use it.
+            EngineAsleepError: The engine's weights are asleep.
+            BucketSyncError: As ``push``.
+        """
+        begin_s = time.monotonic()
+        with self._exclusively():
+            asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
+            patterns, text = check_patterns(partial), check_version(version)
+            called = check_name(name)
+            self._check_ready()
+            opened, config = open_adapter(adapter, adapter_name=adapter_name, rename=rename)
+            sender = self._give(
+                opened,
+                asking,
+                version=text,
+                partial=patterns,
+                is_dry_run=dry_run,
+                kind="adapter",
+                adapter=spec_of(called, version=text, config=config),
             )
-            with contextlib.closing(opened):
-                if not dry_run:
-                    declared = opened.declared
-                    self._slots.make_room(None if declared is None else declared.aligned_bytes)
-                    wait_for_trainer(opened.devices)
-                self._run(sender, asking)
-        report = report_of(
-            sender,
-            self._slots,
-            engines=tuple(engine.name for engine in self._engines),
-            seconds=time.monotonic() - begin_s,
-        )
-        logger.info(
-            "version %s: %d tensors, %d bytes in %d buckets over %s, %.3f s",
-            report.version,
-            report.num_tensors,
-            report.num_bytes,
-            report.num_buckets,
-            report.transport,
-            report.seconds,
-        )
-        return report
+        return self._logged(adapter_report_of(sender, self._slots, **self._outcome(begin_s)))
+
+    async def apush_lora(self, adapter: object, **options: Any) -> AdapterReport:
+        """Push an adapter from an async trainer; see ``apush`` and ``push_lora``."""
+        enter = leave_thread()
+
+        def run() -> AdapterReport:
+            enter()
+            return self.push_lora(adapter, **options)
+
+        return await asyncio.to_thread(run)
+
+    def remove_lora(self, name: str) -> bool:
+        """Make every engine forget an adapter, and free all that was kept for it.
+
+        An online engine first lets the requests that run end, for ``connect_timeout_s`` at
+        most; a server answers later ones for this name with 404.
+
+        Args:
+            name: The adapter.
+
+        Returns:
+            Whether a worker had it.
+
+        Raises:
+            ChannelTimeoutError: The requests that run did not end. The adapter is still there.
+            EngineBusyError: The engine is at work and did not answer in time.
+        """
+        called = check_name(name)
+        timeout_s = self._settings.connect_timeout_s
+        with self._exclusively():
+            self._check_ready()
+            answers = ask_each(
+                self._engines,
+                lambda engine: engine.remove_adapter(called, timeout_s=timeout_s),
+                what=f"to forget adapter {called!r}",
+                # The drain has the same deadline, and says it better.
+                timeout_s=timeout_s + RETURN_TIMEOUT_S,
+            )
+        for answer in answers:
+            wire = answer.get("error")
+            if wire is not None:
+                raise from_wire(
+                    wire["code"], wire["message"], wire["details"], rank=answer.get("rank")
+                )
+        return any(answer.get("was_held") for answer in answers)
 
     async def apush(self, source: object, **options: Any) -> PushReport:
         """Push from an async trainer, without blocking its event loop.
@@ -235,6 +319,7 @@ class WeightSync:
                 ``connect_timeout_s``.
             EngineUnreachableError: It did not answer at all.
         """
+        self._check_ready()
         return self._ask(STATUS_METHOD)
 
     def release(self) -> None:
@@ -244,6 +329,7 @@ class WeightSync:
             EngineBusyError: The engine is at work and did not answer in time.
         """
         with self._exclusively():
+            self._check_ready()
             self._ask(RELEASE_METHOD)
             self._slots.release()
 
@@ -325,22 +411,42 @@ class WeightSync:
     def _is_in_process(self) -> bool:
         return self._engines[0].is_in_process
 
-    def _sender(
+    def _asking(
+        self,
+        pause: PauseMode,
+        is_dry_run: bool,
+        resume_torn: bool,
+        progress: Progress | None,
+    ) -> Asking:
+        return Asking(
+            settings=self._settings,
+            pause=None if is_dry_run else pause,
+            resume_torn=resume_torn,
+            progress=progress,
+        )
+
+    def _check_ready(self) -> None:
+        for engine in self._engines:
+            engine.check_ready()
+
+    def _give(
         self,
         source: Source,
-        version: str,
-        partial: tuple[str, ...],
+        asking: Asking,
         *,
         is_dry_run: bool,
-        is_zero_copy: bool,
+        is_zero_copy: bool = False,
+        **what: Any,
     ) -> Sender:
+        """Run one update of ``source``; ``what`` is the rest of an ``Update``."""
+        if is_dry_run and source.declared is None:
+            source = read_metas(source)
         update = Update(
             update_id=secrets.token_hex(8),
-            version=version,
             token=secrets.token_hex(16),
             num_workers=tuple(self._num_workers(engine) for engine in self._engines),
-            partial=partial,
             is_dry_run=is_dry_run,
+            **what,
         )
         wish = Wish(
             transport=self._settings.transport,
@@ -349,7 +455,32 @@ class WeightSync:
             is_zero_copy=is_zero_copy and source.ready is not None and not is_dry_run,
         )
         wish.check()
-        return Sender(update=update, source=source, slots=self._slots, wish=wish)
+        sender = Sender(update=update, source=source, slots=self._slots, wish=wish)
+        with contextlib.closing(source):
+            if not is_dry_run:
+                declared = source.declared
+                self._slots.make_room(None if declared is None else declared.aligned_bytes)
+                wait_for_trainer(source.devices)
+            self._run(sender, asking)
+        return sender
+
+    def _outcome(self, begin_s: float) -> dict[str, Any]:
+        return {
+            "engines": tuple(engine.name for engine in self._engines),
+            "seconds": time.monotonic() - begin_s,
+        }
+
+    def _logged(self, report: R) -> R:
+        logger.info(
+            "version %s: %d tensors, %d bytes in %d buckets over %s, %.3f s",
+            report.version,
+            report.num_tensors,
+            report.num_bytes,
+            report.num_buckets,
+            report.transport,
+            report.seconds,
+        )
+        return report
 
     def _num_workers(self, engine: Engine) -> int:
         found = self._expected_workers or engine.num_workers()
@@ -403,28 +534,13 @@ class WeightSync:
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
-        found = []
-        for engine in self._engines:
-            engine.check_ready()
-        for index, engine in enumerate(self._engines):
-            answers = engine.call(method) if engine.is_in_process else self._wait(engine, method)
-            found += [answer | {"engine": index} for answer in answers]
+        found = ask_each(
+            self._engines,
+            lambda engine: engine.call(method),
+            what=method,
+            timeout_s=self._settings.connect_timeout_s,
+        )
         return sorted(found, key=lambda one: (one["engine"], one["dp_index"], one["rank"]))
-
-    def _wait(self, engine: Engine, method: str) -> list[Any]:
-        timeout_s = self._settings.connect_timeout_s
-        call = RpcCall(functools.partial(engine.call, method))
-        if not call.wait(timeout_s):
-            raise EngineBusyError(
-                f"{engine.name} did not answer {method} within {timeout_s:g} s; it is busy"
-            )
-        if isinstance(call.error, BucketSyncError):
-            raise call.error
-        if call.error is not None:
-            raise EngineUnreachableError(
-                f"{method} failed on {engine.name}: {call.error}", url=engine.name
-            ) from call.error
-        return call.result or []
 
 
 def _can_be_asked(engine: Engine) -> bool:
@@ -442,10 +558,3 @@ def _can_be_asked(engine: Engine) -> bool:
         logger.debug("%s cannot be asked here: %s", engine.name, error)
         return False
     return True
-
-
-def _read_metas(source: Source) -> Source:
-    """Read a stream to its end for what it would send; its tensors are dropped."""
-    with contextlib.closing(source):
-        manifest = Manifest([meta for meta, _ in source.tensors])
-    return Source(declared=manifest, tensors=iter(()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .messages import AdapterSpec
+
 
 class Phase(Enum):
     """What the sender as a whole is about."""
@@ -27,7 +29,8 @@ class Update:
         token: The secret that only the RPC carried.
         num_workers: How many have to take part, for each engine.
         kind: Which sink takes it.
-        partial: Patterns of parameters that may be left without a value.
+        partial: Patterns of what may be left out, see ``messages.Open``.
+        adapter: What the adapter is; ``None`` for weights.
         is_dry_run: Stop when every worker is ready.
     """
 
@@ -37,4 +40,5 @@ class Update:
     num_workers: tuple[int, ...]
     kind: str = "weights"
     partial: tuple[str, ...] = ()
+    adapter: AdapterSpec | None = None
     is_dry_run: bool = False

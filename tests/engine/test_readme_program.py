@@ -1,4 +1,4 @@
-"""README's program with an ``LLM`` object runs as it stands, on a tiny checkpoint."""
+"""README's programs with an ``LLM`` object run as they stand, on a tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,24 @@ def test_the_program_with_an_llm_object_generates_with_the_new_weights(tmp_path:
     program = program.replace('"NEW_CHECKPOINT"', repr(str(new)))
     program = program.replace('"Hello"', '"the old fox sleeps under"')
 
+    assert "RequestOutput" in output_of(program)
+
+
+def test_the_program_with_an_adapter_generates_with_it(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "base", seed=1)
+    (program,) = re.findall(r"```python\n(from peft import .*?)```", README.read_text(), re.S)
+    base = repr(str(tmp_path / "base"))
+    program = program.replace('LLM("MODEL"', f"LLM({base}, dtype='float32', enforce_eager=True")
+    program = program.replace('"MODEL"', base)
+    program = program.replace('"Hello"', '"the old fox sleeps under"')
+
+    output = output_of(program)
+
+    assert output.count("lora_request=LoRARequest(lora_name='policy'") == 3
+    assert output.count("bucketsync://policy@2") == 1
+
+
+def output_of(program: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -32,6 +50,5 @@ def test_the_program_with_an_llm_object_generates_with_the_new_weights(tmp_path:
         timeout=200,
         env={**os.environ, **ENVIRONMENT},
     )
-
     assert result.returncode == 0, result.stderr
-    assert "RequestOutput" in result.stdout
+    return result.stdout

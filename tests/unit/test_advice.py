@@ -31,7 +31,7 @@ from vllm_bucketsync.update import Phase
 FIELDS = set(Settings.__dataclass_fields__)
 ARGUMENTS = {
     name
-    for call in (WeightSync.__init__, WeightSync.push)
+    for call in (WeightSync.__init__, WeightSync.push, WeightSync.push_lora)
     for name in inspect.signature(call).parameters
 }
 # Arguments of vLLM's own methods that a text tells to call; and the engine's own variable.

@@ -102,6 +102,9 @@ class Fake:
     def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
+    def push_lora(self, source: object, **options: Any) -> PushReport:
+        return self.push(source, **options)
+
     def push(self, source: object, **options: Any) -> PushReport:
         self.pushed.append({"source": source, **options})
         self.act(options)
@@ -157,6 +160,23 @@ def test_every_option_of_a_push_is_handed_on(
     cli.main([*push, "--api-key", "given"])
 
     assert fake.made["api_key"] == "given"
+
+
+def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> None:
+    folder = push[1]
+    arguments = ["push-lora", folder, "--url", URL, "--name", "policy"]
+
+    assert cli.main(arguments) == ExitCode.OK
+    assert cli.main([*arguments, "--version", "7", "--pause", "keep", "--dry-run"]) == ExitCode.OK
+
+    named = [{key: one[key] for key in ("source", "name", "version")} for one in fake.pushed]
+    assert named == [
+        {"source": Path(folder), "name": "policy", "version": version}
+        for version in ("step-1", "7")
+    ]
+    assert (fake.pushed[1]["pause"], fake.pushed[1]["dry_run"]) == ("keep", True)
+    nowhere = ["push-lora", "/no/such/folder", "--url", URL, "--name", "policy"]
+    assert cli.main(nowhere) == ExitCode.USAGE
 
 
 def test_the_pause_modes_are_those_of_push() -> None:

@@ -5,6 +5,7 @@ The server is a plain HTTP server of the test with vLLM's routes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import tempfile
@@ -29,11 +30,13 @@ from vllm_bucketsync.clients.connect import connect
 from vllm_bucketsync.clients.http import HttpEngine
 from vllm_bucketsync.clients.llm import LlmEngine
 from vllm_bucketsync.errors import (
+    AdapterError,
     ConfigError,
     EngineBusyError,
     EngineUnreachableError,
     UnsupportedError,
 )
+from vllm_bucketsync.messages import AdapterSpec
 
 COMMITTED = {"rank": 0, "state": "committed"}
 EXTENSION = "vllm_bucketsync.WorkerExtension"
@@ -419,3 +422,55 @@ def test_an_engine_holds_what_all_of_its_workers_hold_or_is_torn_or_unknown() ->
     assert of("committed", "torn") == of("torn", "unchanged") == "torn"
     assert of() == of(None) == of("committed", "unchanged") == of("committed", None) == "unknown"
     assert verdict([None, "boom"]) == "unknown"
+
+
+ADAPTER = AdapterSpec(name="policy", lora_int_id=1 << 30, lora_path="bucketsync://policy@7")
+
+
+def adapter_request() -> UpdateRequest:
+    return dataclasses.replace(request(), adapter=ADAPTER)
+
+
+def test_an_adapter_is_another_method_and_leaves_the_weights_version() -> None:
+    assert (request().method, request().weight_version) == ("update_weights_from_bucket", "7")
+    assert adapter_request().method == "update_lora_from_bucket"
+    assert adapter_request().weight_version is None
+
+
+def test_our_route_is_told_the_adapter_s_name_and_refuses_in_its_own_words(server: Server) -> None:
+    info = {"num_workers": 3, "worker_extension_cls": EXTENSION}
+    wire = {"code": "adapter", "message": "taken", "details": {"adapter": "policy"}}
+    removed = {"rank": 0, "dp_index": 0, "was_held": True, "error": None}
+    server.answers = {
+        "/v1/bucketsync/info": (200, info),
+        "/v1/bucketsync/update": (200, {"results": [COMMITTED], "drops_caches": True}),
+        "/v1/bucketsync/remove_lora": (200, {"results": [removed]}),
+    }
+    engine = HttpEngine(server.url)
+    engine.update(adapter_request())
+    assert engine.remove_adapter("policy", timeout_s=2.0) == [removed]
+    assert server.bodies[0]["adapter"] == {
+        "name": "policy",
+        "lora_int_id": 1 << 30,
+        "lora_path": "bucketsync://policy@7",
+        "config": "",
+    }
+    assert server.bodies[1] == {"name": "policy", "timeout_s": 2.0}
+
+    server.answers["/v1/bucketsync/update"] = (422, {"detail": wire})
+    with pytest.raises(AdapterError, match="taken") as caught:
+        engine.update(adapter_request())
+    assert caught.value.adapter == "policy"
+    engine.close()
+
+
+def test_development_mode_takes_no_adapter_and_is_not_paused_for_it(
+    server: Server, engine: HttpEngine
+) -> None:
+    for ask in (
+        lambda: engine.update(adapter_request()),
+        lambda: engine.remove_adapter("policy", timeout_s=1.0),
+    ):
+        with pytest.raises(UnsupportedError, match="VLLM_PLUGINS=bucketsync,bucketsync_http"):
+            ask()
+    assert not any("pause" in path for path in server.asked)

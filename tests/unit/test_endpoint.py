@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from prometheus_client import REGISTRY
 
 from vllm_bucketsync.endpoint import MAX_BODY_BYTES, Endpoint
 from vllm_bucketsync.messages import PROTOCOL_VERSION
+from vllm_bucketsync.served_names import Names
 
 OFFER = {
     "protocol": PROTOCOL_VERSION,
@@ -348,7 +351,7 @@ def test_the_server_is_asked_for_nothing_outside_of_what_its_key_guards() -> Non
     Endpoint().attach_router(app)
 
     ours = [route.path for route in app.routes if "bucketsync" in getattr(route, "path", "")]  # type: ignore[attr-defined]
-    assert len(ours) == 8
+    assert len(ours) == 9
     assert all(path.startswith("/v1/bucketsync/") for path in ours)
 
 
@@ -404,3 +407,125 @@ def test_what_vllm_raised_is_told_and_the_next_good_update_lets_the_engine_go_on
 
     # A method that is not there wrote nothing; after the others nobody knows.
     assert found == [(502, False), (502, True), (200, True), (200, True), (200, False)]
+
+
+SPEC = {"name": "policy", "lora_int_id": 1 << 30, "lora_path": "bucketsync://policy@17"}
+ADAPTER = UPDATE | {"adapter": SPEC}
+LORA_CALL = ("update_lora_from_bucket", OFFER)
+REMOVED = [{"rank": 0, "dp_index": 0, "was_held": True, "error": None}]
+
+
+class FakeModels:
+    """vLLM's ``OpenAIServingModels``, as far as names go."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "base"
+
+
+@pytest.fixture
+def models(server: TestClient) -> FakeModels:
+    found = FakeModels()
+    server.app.state.bucketsync.names = Names(found)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def requests_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = SimpleNamespace(LoRARequest=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", double)
+
+
+def test_an_adapter_gets_its_name_once_every_worker_has_it(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels
+) -> None:
+    for results, names in (([GOOD, TORN], []), ([GOOD, GOOD], ["policy"])):
+        engine.results, engine.asked = results, []
+        before = metric("version")
+
+        assert server.post("update", json=ADAPTER).status_code == 200
+
+        assert list(models.lora_requests) == names
+        assert engine.asked[:2] == ["pause wait", LORA_CALL]
+        # The engine's own weights are what they were.
+        assert not any("version" in str(one) for one in engine.asked)
+        assert metric("version") == before
+    found = models.lora_requests["policy"]
+    assert (found.lora_name, found.lora_int_id, found.lora_path) == tuple(SPEC.values())
+    assert engine.asked[2:] == ["prefix True", "mm", "encoder", "resume"]
+
+
+def test_a_dry_run_of_an_adapter_names_nothing(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels
+) -> None:
+    engine.results = [{"ok": True, "state": "unchanged"}] * 2
+
+    assert server.post("update", json=ADAPTER | {"pause": None}).status_code == 200
+
+    assert models.lora_requests == {}
+    assert engine.asked == [LORA_CALL]
+
+
+def test_a_name_that_stands_for_something_else_is_refused_before_workers_are_asked(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels
+) -> None:
+    models.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
+    for name in ("base", "disk"):
+        answer = server.post("update", json=UPDATE | {"adapter": SPEC | {"name": name}})
+
+        assert answer.status_code == 422
+        detail = answer.json()["detail"]
+        assert (detail["code"], detail["details"]["adapter"]) == ("adapter", name)
+    server.app.state.bucketsync.names = Names(None)  # type: ignore[attr-defined]
+    assert server.post("update", json=ADAPTER).json()["detail"]["code"] == "adapter"
+    assert engine.asked == []
+
+
+def test_an_adapter_that_is_removed_loses_its_name_before_workers_are_asked(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels
+) -> None:
+    server.post("update", json=ADAPTER)
+    engine.results, engine.asked = REMOVED, []
+    seen = []
+
+    async def pause(*, mode: str) -> None:
+        seen.append(list(models.lora_requests))
+
+    engine.pause_generation = pause  # type: ignore[method-assign]
+    answer = server.post("remove_lora", json={"name": "policy"})
+
+    assert answer.json() == {"results": REMOVED}
+    assert seen == [[]]
+    assert engine.asked == [("bucketsync_remove_lora", "policy"), "resume"]
+    # A name of vLLM's own stays, whatever the workers say of it.
+    models.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
+    server.post("remove_lora", json={"name": "disk"})
+    assert list(models.lora_requests) == ["disk"]
+
+
+def test_an_adapter_whose_requests_do_not_end_keeps_its_name(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels
+) -> None:
+    server.post("update", json=ADAPTER)
+    engine.asked = []
+
+    async def never(*, mode: str) -> None:
+        await asyncio.sleep(60)
+
+    engine.pause_generation = never  # type: ignore[method-assign]
+    answer = server.post("remove_lora", json={"name": "policy", "timeout_s": 0.05})
+
+    assert answer.status_code == 504
+    assert list(models.lora_requests) == ["policy"]
+    assert engine.asked == ["resume"]
+
+
+def test_a_paused_engine_forgets_an_adapter_and_stays_paused(
+    server: TestClient, engine: FakeEngineClient
+) -> None:
+    engine.results, engine.is_held = REMOVED, True
+
+    assert server.post("remove_lora", json={"name": "policy"}).json() == {"results": REMOVED}
+    assert engine.asked == [("bucketsync_remove_lora", "policy")]

@@ -44,6 +44,15 @@ SAMPLES: list[BucketSyncError] = [
     errors.PlanError("other bytes", name="a"),
     errors.DuplicateTensorError("twice", name="a", problems=("twice",)),
     errors.TensorMismatchError("shape", name="a", problems=("s",), expected="[2]", got="[3]"),
+    errors.AdapterError("no room", adapter="p", problems=("no room",)),
+    errors.AdapterConfigError(
+        "rank", adapter="p", problems=("r",), setting="r", expected="at most 8", found="64"
+    ),
+    errors.AdapterModuleError("no place", adapter="p", problems=("q",), unmatched=("q",)),
+    errors.AdapterTensorError(
+        "shape", adapter="p", problems=("s",), tensor="q", expected="[4]", got="[3]"
+    ),
+    errors.AdapterCapacityError("full", adapter="p", problems=("f",), limit=2, held=("a", "b")),
     errors.RemoteError("KeyError: 'x'", remote_type="KeyError"),
 ]
 

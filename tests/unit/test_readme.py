@@ -88,7 +88,7 @@ def test_a_program_uses_what_there_is_as_it_is_meant(
     double = mock.create_autospec(WeightSync)
     double.return_value.__enter__.return_value = double.return_value
     monkeypatch.setattr(vllm_bucketsync, "WeightSync", double)
-    for module in ("transformers", "vllm"):
+    for module in ("peft", "transformers", "vllm"):
         monkeypatch.setitem(sys.modules, module, mock.MagicMock())
     names: dict[str, Any] = {}
 
@@ -97,10 +97,15 @@ def test_a_program_uses_what_there_is_as_it_is_meant(
         asyncio.run(names["train"](mock.Mock(), mock.Mock()))
 
     sync = double.return_value
-    pushes = sync.push.call_args_list + sync.apush.call_args_list
-    assert pushes
     # apush takes what push takes.
-    assert all(inspect.signature(WeightSync.push).bind(None, *c.args, **c.kwargs) for c in pushes)
+    calls: dict[Any, list[Any]] = {
+        WeightSync.push: sync.push.call_args_list + sync.apush.call_args_list,
+        WeightSync.push_lora: sync.push_lora.call_args_list + sync.apush_lora.call_args_list,
+    }
+    assert any(calls.values())
+    for method, found in calls.items():
+        signature = inspect.signature(method)
+        assert all(signature.bind(None, *call.args, **call.kwargs) for call in found)
 
 
 def test_every_shell_command_is_one_that_is_checked_here() -> None:
@@ -140,11 +145,12 @@ def test_every_metric_and_route_is_listed() -> None:
     assert listed == routes
 
 
-def test_every_argument_of_push_is_listed() -> None:
-    section = TEXT.split("| argument of `push` |", 1)[1].split("\n\n", 1)[0]
+@pytest.mark.parametrize("name", ["push", "push_lora"])
+def test_every_argument_of_push_is_listed(name: str) -> None:
+    section = TEXT.split(f"| argument of `{name}` |", 1)[1].split("\n\n", 1)[0]
 
     listed = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
-    assert listed == list(inspect.signature(WeightSync.push).parameters)[2:]
+    assert listed == list(inspect.signature(getattr(WeightSync, name)).parameters)[2:]
 
 
 def test_every_module_has_its_place_on_the_map() -> None:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from vllm_bucketsync import __version__
 
-from . import bench, demo, push, status
+from . import bench, demo, push, push_lora, status
 from .exits import CommandError, ExitCode
 from .signals import interrupted_by_signals
 
-COMMANDS = {"push": push, "status": status, "bench": bench, "demo": demo}
+COMMANDS = {"push": push, "push-lora": push_lora, "status": status, "bench": bench, "demo": demo}
 
 _EXIT_CODES = """\
 exit codes:

@@ -21,7 +21,13 @@ from .progress import Steps
 from .tables import report_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_bucketsync.asking import Progress
     from vllm_bucketsync.report import PushReport
+    from vllm_bucketsync.sync import WeightSync
+
+    Act = Callable[[WeightSync, Progress], PushReport]
 
 # vLLM's words; what they mean is written down in ``clients.base.PauseMode``.
 PAUSE_MODES = ("wait", "abort", "keep")
@@ -40,8 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to push, where to, and how."""
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of the new weights")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that pushes takes."""
+    option = parser.add_argument
     online.add_arguments(parser)
-    option("--version", help="what to call the weights (the folder's name)")
+    option("--version", help="what to call it (the folder's name)")
     option("--dry-run", action="store_true", help="check everything, and write nothing")
     option(
         "--pause",
@@ -66,7 +78,32 @@ def run(args: argparse.Namespace) -> ExitCode:
             code=ExitCode.USAGE,
         )
     version = args.checkpoint.resolve().name if args.version is None else args.version
-    report = _push(args, version)
+    return give(
+        args,
+        what=f"{args.checkpoint} as {version!r}",
+        act=lambda sync, progress: sync.push(
+            args.checkpoint,
+            version=version,
+            dry_run=args.dry_run,
+            pause=args.pause,
+            progress=progress,
+        ),
+    )
+
+
+def give(args: argparse.Namespace, *, what: str, act: Act) -> ExitCode:
+    """Push something, and show what it came to.
+
+    Args:
+        args: What ``add_options`` has added.
+        what: What is pushed, for people.
+        act: Pushes it.
+
+    Raises:
+        CommandError: It was not done, or was interrupted; the text says what the engine
+            holds now.
+    """
+    report = _given(args, what, act)
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -74,7 +111,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _push(args: argparse.Namespace, version: str) -> PushReport:
+def _given(args: argparse.Namespace, what: str, act: Act) -> PushReport:
     from vllm_bucketsync.sync import WeightSync
 
     has_sent = False
@@ -83,7 +120,7 @@ def _push(args: argparse.Namespace, version: str) -> PushReport:
         try:
             with (
                 WeightSync(**online.connection(args)) as sync,
-                steps.step(f"{doing} {args.checkpoint} as {version!r}") as advance,
+                steps.step(f"{doing} {what}") as advance,
             ):
 
                 def progress(done: int, total: int | None) -> None:
@@ -91,13 +128,7 @@ def _push(args: argparse.Namespace, version: str) -> PushReport:
                     has_sent = True
                     advance(done, total)
 
-                return sync.push(
-                    args.checkpoint,
-                    version=version,
-                    dry_run=args.dry_run,
-                    pause=args.pause,
-                    progress=progress,
-                )
+                return act(sync, progress)
         except BucketSyncError as error:
             raise CommandError.of(error, also=_holds(error)) from error
         except KeyboardInterrupt as error:

@@ -56,6 +56,10 @@ class AsyncLlmEngine:
         """See ``Engine``."""
         return list(self._ask(online.call_workers(self._llm, method)))
 
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
+        """See ``Engine``."""
+        return list(self._ask(online.remove_adapter(self._llm, name, timeout_s=timeout_s)))
+
     def close(self) -> None:
         """Hold nothing."""
 

@@ -8,9 +8,12 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from ..errors import EngineState, UnsupportedError
+from ..messages import AdapterSpec
 
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 UPDATE_METHOD = "update_weights_from_bucket"
+LORA_METHOD = "update_lora_from_bucket"
+REMOVE_METHOD = "bucketsync_remove_lora"
 STATUS_METHOD = "bucketsync_status"
 RELEASE_METHOD = "bucketsync_release"
 
@@ -37,6 +40,7 @@ class UpdateRequest:
             nothing back.
         resume_torn: Let requests run again whatever the workers hold.
         timeout_s: For the requests that run, to end.
+        adapter: The adapter that is updated, its config left out; ``None`` for weights.
     """
 
     offer: dict[str, Any]
@@ -44,6 +48,17 @@ class UpdateRequest:
     pause: PauseMode | None
     resume_torn: bool = False
     timeout_s: float
+    adapter: AdapterSpec | None = None
+
+    @property
+    def method(self) -> str:
+        """What every worker is asked to do."""
+        return UPDATE_METHOD if self.adapter is None else LORA_METHOD
+
+    @property
+    def weight_version(self) -> str | None:
+        """What the engine's own weights are called then; ``None`` where they stay."""
+        return self.version if self.adapter is None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +118,14 @@ class Engine(Protocol):
     def call(self, method: str) -> list[Any]:
         """Run a method on every worker and return what they return. No timeout."""
 
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
+        """Make every worker forget an adapter, and return what they return.
+
+        Args:
+            name: The adapter.
+            timeout_s: For the requests that run, to end: some may use it.
+        """
+
     def close(self) -> None:
         """Give back what the client holds; never the engine itself."""
 
@@ -150,6 +173,7 @@ def without_extension(found: str) -> UnsupportedError:
 def without_method(error: BaseException) -> UnsupportedError | None:
     """Return what to say where a call failed because no worker knows the method."""
     text = str(error)
-    if UPDATE_METHOD not in text or "attribute" not in text:
-        return None
-    return without_extension(f"its worker_extension_cls has no {UPDATE_METHOD}")
+    for method in (UPDATE_METHOD, LORA_METHOD, REMOVE_METHOD):
+        if method in text and "attribute" in text:
+            return without_extension(f"its worker_extension_cls has no {method}")
+    return None

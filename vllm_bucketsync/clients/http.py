@@ -10,12 +10,20 @@ from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
-from ..errors import ConfigError, EngineBusyError, EngineState, EngineUnreachableError
+from ..errors import (
+    BucketSyncError,
+    ConfigError,
+    EngineBusyError,
+    EngineState,
+    EngineUnreachableError,
+    UnsupportedError,
+    from_wire,
+)
 from .base import (
     RELEASE_METHOD,
     STATUS_METHOD,
-    UPDATE_METHOD,
     OwnPause,
     UpdateAnswer,
     UpdateRequest,
@@ -79,6 +87,10 @@ class HttpEngine:
         """See ``Engine``."""
         return self._found().call(method)
 
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
+        """See ``Engine``. Requests for it are a 404 as soon as the server is asked."""
+        return self._found().remove_adapter(name, timeout_s=timeout_s)
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
@@ -105,6 +117,8 @@ class _Routes(Protocol):
 
     def call(self, method: str) -> list[Any]: ...
 
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]: ...
+
 
 class _OurRoutes:
     """``bucketsync_http``, see ``endpoint.py``."""
@@ -129,16 +143,27 @@ class _OurRoutes:
             "pause": request.pause,
             "resume_torn": request.resume_torn,
         }
-        busy = (httpx.codes.CONFLICT,)
-        answer = self._http.ask("POST", f"{PREFIX}/update", allowed=busy, json=body, timeout=None)
-        found = answer.json()
-        if answer.status_code in busy:
-            raise EngineBusyError(f"{self._http.url} refused the update: {found['detail']}")
+        if request.adapter is not None:
+            body["adapter"] = msgspec.to_builtins(request.adapter)
+        found = self._change("update", body)
         return UpdateAnswer(results=found["results"], drops_caches=found["drops_caches"])
 
     def call(self, method: str) -> list[Any]:
         path = f"{PREFIX}/{self._METHODS[method]}"
         return list(self._http.ask("POST", path, timeout=None).json()["results"])
+
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
+        body = {"name": name, "timeout_s": timeout_s}
+        return list(self._change("remove_lora", body)["results"])
+
+    def _change(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask for what only one at a time can have."""
+        busy = (httpx.codes.CONFLICT,)
+        answer = self._http.ask("POST", f"{PREFIX}/{what}", allowed=busy, json=body, timeout=None)
+        if answer.status_code in busy:
+            raise EngineBusyError(f"{self._http.url} refused the {what}: {answer.text[:300]}")
+        found: dict[str, Any] = answer.json()
+        return found
 
     def _info(self) -> dict[str, Any]:
         found: dict[str, Any] = self._http.ask("GET", f"{PREFIX}/info").json()
@@ -169,8 +194,10 @@ class _DevelopmentRoutes:
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """Ask for one step after the other. A trainer that dies leaves the server paused."""
+        if request.adapter is not None:
+            raise self._without_names()
         if request.pause is None:
-            return UpdateAnswer(results=self._call(UPDATE_METHOD, request.offer))
+            return UpdateAnswer(results=self._call(request.method, request.offer))
         results: list[Any] = []
         state = EngineState.UNCHANGED
         is_paused = bool(self._http.ask("GET", "/is_paused").json()["is_paused"])
@@ -181,7 +208,7 @@ class _DevelopmentRoutes:
             )
             state = EngineState.UNKNOWN
             try:
-                results = self._call(UPDATE_METHOD, request.offer)
+                results = self._call(request.method, request.offer)
             except EngineUnreachableError as error:
                 if without_method(error) is not None:
                     state = EngineState.UNCHANGED
@@ -199,6 +226,15 @@ class _DevelopmentRoutes:
 
     def call(self, method: str) -> list[Any]:
         return self._call(method)
+
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
+        raise self._without_names()
+
+    def _without_names(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._http.url} is asked through vLLM's development mode, where no adapter can get "
+            f"a name; nothing was sent; start it with VLLM_PLUGINS=bucketsync,bucketsync_http"
+        )
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         body = {"method": method, "args": list(args)}
@@ -259,6 +295,7 @@ class _Http:
 
         Raises:
             EngineUnreachableError: There is none, or it is a refusal.
+            BucketSyncError: It is a refusal that says which error it is.
         """
         try:
             answer = self._http.request(method, path, **options)
@@ -270,6 +307,9 @@ class _Http:
             ) from error
         if answer.is_success or answer.status_code in allowed:
             return answer
+        refusal = _refusal(answer)
+        if refusal is not None:
+            raise refusal
         raise EngineUnreachableError(
             f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:300]!r}; "
             f"{_advice(answer.status_code)}",
@@ -278,6 +318,15 @@ class _Http:
 
     def close(self) -> None:
         self._http.close()
+
+
+def _refusal(answer: httpx.Response) -> BucketSyncError | None:
+    """Return the error that our route describes in its answer, or ``None``."""
+    try:
+        found = answer.json()["detail"]
+        return from_wire(str(found["code"]), str(found["message"]), dict(found["details"]))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _advice(status: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import EngineState
 from .base import (
-    UPDATE_METHOD,
+    REMOVE_METHOD,
     UpdateAnswer,
     UpdateRequest,
     verdict,
@@ -47,20 +47,24 @@ class LlmEngine:
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """See ``Engine``. An ``LLM`` runs requests only while it is asked to: no pause."""
-        results = list(self._llm.collective_rpc(UPDATE_METHOD, args=(request.offer,)))
+        results = list(self._llm.collective_rpc(request.method, args=(request.offer,)))
         if verdict(results) is not EngineState.COMMITTED:
             return UpdateAnswer(results=results)
         engine = self._llm.llm_engine
         drops_caches = bool(engine.reset_prefix_cache(reset_running_requests=True))
         engine.reset_mm_cache()
         engine.reset_encoder_cache()
-        if hasattr(engine, "set_weight_version"):
-            engine.set_weight_version(request.version)
+        if request.weight_version is not None and hasattr(engine, "set_weight_version"):
+            engine.set_weight_version(request.weight_version)
         return UpdateAnswer(results=results, drops_caches=drops_caches)
 
     def call(self, method: str) -> list[Any]:
         """See ``Engine``."""
         return list(self._llm.collective_rpc(method))
+
+    def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
+        """See ``Engine``. An ``LLM`` runs no request meanwhile."""
+        return list(self._llm.collective_rpc(REMOVE_METHOD, args=(name,)))
 
     def close(self) -> None:
         """Hold nothing."""

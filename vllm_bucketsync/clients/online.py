@@ -13,8 +13,9 @@ from typing import Any
 
 from ..errors import ChannelTimeoutError, EngineState
 from .base import (
-    UPDATE_METHOD,
+    REMOVE_METHOD,
     OwnPause,
+    PauseMode,
     UpdateAnswer,
     UpdateRequest,
     may_resume,
@@ -43,7 +44,7 @@ async def update(engine: Any, request: UpdateRequest, *, pause: OwnPause) -> Upd
     state = EngineState.UNCHANGED
     was_paused = await engine.is_paused() and not pause.is_ours
     try:
-        await _pause(engine, request)
+        await _pause(engine, request.pause, timeout_s=request.timeout_s)
         state = EngineState.UNKNOWN
         try:
             results = await _call(engine, request)
@@ -52,7 +53,9 @@ async def update(engine: Any, request: UpdateRequest, *, pause: OwnPause) -> Upd
                 state = EngineState.UNCHANGED
             raise
         state = verdict(results)
-        drops_caches = state is not EngineState.COMMITTED or await finish(engine, request.version)
+        drops_caches = state is not EngineState.COMMITTED or await finish(
+            engine, request.weight_version
+        )
     finally:
         resume_torn = request.resume_torn
         if may_resume(state, results, was_paused=was_paused, resume_torn=resume_torn):
@@ -62,6 +65,27 @@ async def update(engine: Any, request: UpdateRequest, *, pause: OwnPause) -> Upd
             pause.is_ours = not was_paused
             logger.warning("the engine stays paused: its weights are %s", state)
     return UpdateAnswer(results=results, drops_caches=drops_caches)
+
+
+async def remove_adapter(engine: Any, name: str, *, timeout_s: float) -> list[Any]:
+    """Make every worker forget an adapter, once the requests that run have ended.
+
+    Args:
+        engine: vLLM's ``EngineClient``.
+        name: The adapter.
+        timeout_s: For the requests that run, to end.
+
+    Raises:
+        ChannelTimeoutError: They did not end in time. The adapter is still there.
+    """
+    was_paused = await engine.is_paused()
+    try:
+        if not was_paused:
+            await _pause(engine, PauseMode.WAIT, timeout_s=timeout_s)
+        return await call_workers(engine, REMOVE_METHOD, name)
+    finally:
+        if not was_paused:
+            await engine.resume_generation()
 
 
 async def call_workers(engine: Any, method: str, *args: Any) -> list[Any]:
@@ -82,8 +106,12 @@ def num_workers(engine: Any) -> int:
     return int(engine.vllm_config.parallel_config.world_size) * max(1, len(replicas))
 
 
-async def finish(engine: Any, version: str) -> bool:
+async def finish(engine: Any, version: str | None) -> bool:
     """Drop what was computed with the old weights, and record the version.
+
+    Args:
+        engine: vLLM's ``EngineClient``.
+        version: What the engine's own weights are called; ``None`` where they stay.
 
     Returns:
         Whether the prefix cache is empty.
@@ -91,22 +119,22 @@ async def finish(engine: Any, version: str) -> bool:
     is_empty = await engine.reset_prefix_cache(reset_running_requests=True)
     await engine.reset_mm_cache()
     await engine.reset_encoder_cache()
-    if hasattr(engine, "update_weight_version"):
+    if version is not None and hasattr(engine, "update_weight_version"):
         await engine.update_weight_version(version)
     return bool(is_empty)
 
 
-async def _pause(engine: Any, request: UpdateRequest) -> None:
+async def _pause(engine: Any, mode: PauseMode, *, timeout_s: float) -> None:
     try:
-        async with asyncio.timeout(request.timeout_s):
-            await engine.pause_generation(mode=str(request.pause))
+        async with asyncio.timeout(timeout_s):
+            await engine.pause_generation(mode=str(mode))
     except TimeoutError as error:
         raise ChannelTimeoutError(
-            timeout_s=request.timeout_s,
+            timeout_s=timeout_s,
             waiting_for="the engine's running requests to end",
             advice="nothing was written; raise connect_timeout_s, or push with pause='keep'",
         ) from error
 
 
 async def _call(engine: Any, request: UpdateRequest) -> list[Any]:
-    return await call_workers(engine, UPDATE_METHOD, request.offer)
+    return await call_workers(engine, request.method, request.offer)

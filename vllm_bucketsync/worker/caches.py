@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from .lora.shelf import find_shelf
+
 
 def drop_caches(worker: Any) -> tuple[str, ...]:
     """Drop what this worker computed with the old weights.
 
     Those are the encoder and multimodal caches. The prefix cache is the scheduler's:
-    the client resets it. Adapters are dropped where the engine has LoRA, as vLLM's
-    own reloads do, and are loaded again when they are next asked for.
+    the client resets it. Where the engine has LoRA, vLLM's own reloads drop every adapter;
+    those that were pushed come back at once, the others when they are next asked for.
 
     Args:
         worker: vLLM's worker.
@@ -23,10 +25,15 @@ def drop_caches(worker: Any) -> tuple[str, ...]:
         reset = getattr(runner, name, None)
         if reset is not None:
             reset()
-    if worker.vllm_config.lora_config is None or not hasattr(runner, "reset_lora_state"):
+    forget = getattr(runner, "reset_lora_state", None)
+    if worker.vllm_config.lora_config is None or forget is None:
         return ()
-    num_adapters = len(runner.list_loras())
-    runner.reset_lora_state()
-    if not num_adapters:
+    shelf = find_shelf(worker)
+    if shelf is None:
+        num_dropped = len(runner.list_loras())
+        forget()
+    else:
+        num_dropped = shelf.restore(forget=forget)
+    if not num_dropped:
         return ()
-    return (f"{num_adapters} adapters were dropped with the old weights",)
+    return (f"{num_dropped} adapters were dropped with the old weights",)

@@ -134,7 +134,7 @@ def why_skipped(worker: Any, model: torch.nn.Module, name: str) -> str | None:
         return "the model's own mapper ignores it"
     if _is_next_token_prediction(worker.model_config.hf_config, renamed):
         return "it belongs to a draft head"
-    if _is_on_another_stage(model, renamed):
+    if is_on_another_stage(model, renamed):
         return "another pipeline stage has it"
     if worker.vllm_config.parallel_config.enable_expert_parallel and ".experts." in renamed:
         return "another worker has that expert"
@@ -150,7 +150,8 @@ def _is_next_token_prediction(hf_config: Any, name: str) -> bool:
     return get_spec_layer_idx_from_weight_name(text_config, name) is not None
 
 
-def _is_on_another_stage(model: torch.nn.Module, name: str) -> bool:
+def is_on_another_stage(model: torch.nn.Module, name: str) -> bool:
+    """Whether a module or tensor of ``model`` is on another pipeline stage."""
     from vllm.model_executor.models import utils
 
     names = ("PPMissingLayer", "StageMissingLayer")
@@ -163,6 +164,37 @@ def _is_on_another_stage(model: torch.nn.Module, name: str) -> bool:
         if not isinstance(module, torch.nn.Module):
             return False
     return False
+
+
+def rename_mapper(model: torch.nn.Module) -> Any:
+    """Return how the model's checkpoint names are renamed, without how they are fused."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        make = getattr(mapper, name, None)
+        if make is not None:
+            return make()
+    return mapper
+
+
+def is_expert_of_another(manager: Any, name: str) -> bool:
+    """Whether an adapter's tensor is for an expert that another worker has.
+
+    Args:
+        manager: vLLM's ``LoRAModelManager``.
+        name: The tensor.
+    """
+    spec = getattr(manager, "moe_ep_load_spec", None)
+    if spec is None:
+        return False
+    from vllm.lora.lora_model import _is_remote_expert_key
+
+    return bool(_is_remote_expert_key(name, spec))
+
+
+def rank_of(helper: Any, module: str) -> int:
+    """Return the rank that an adapter's config gives one of its modules."""
+    find = getattr(helper, "get_rank_and_scaling", None)
+    return int(helper.r if find is None else find(module)[0])
 
 
 def take_moe_kernels(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, Any]]:

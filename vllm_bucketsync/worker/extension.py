@@ -15,7 +15,10 @@ from .. import serve
 from ..config import PlanMode
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
-from . import sleeps
+from . import guards, sleeps
+from .lora import sleeps as adapter_sleeps
+from .lora.shelf import find_shelf, shelf_of
+from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
 
 if TYPE_CHECKING:
@@ -39,12 +42,18 @@ class WorkerExtension:
         worker: Any = self
         memory = WeightMemory()
         sleeps.watch(worker)
+        watched = adapter_sleeps.watch(worker)
+        if worker.vllm_config.lora_config is not None:
+            # From now on: a request may be older than this worker, and name one of ours.
+            shelf_of(worker)
 
         def make_sink(opened: Open) -> Sink:
+            if opened.kind == "adapter":
+                return AdapterSink(worker, opened, sleeps=watched)
             if opened.kind != "weights":
                 raise UnsupportedError(
-                    f"this engine takes no {opened.kind!r}; it takes 'weights'; install the "
-                    f"same version of vllm_bucketsync on both sides"
+                    f"this engine takes no {opened.kind!r}; it takes 'weights' and 'adapter'; "
+                    f"install the same version of vllm_bucketsync on both sides"
                 )
             return WeightSink(
                 worker,
@@ -76,9 +85,48 @@ class WorkerExtension:
         """
         return self._bucketsync_answer(lambda worker: serve.update(worker, offer))
 
+    def update_lora_from_bucket(self, offer: dict[str, Any]) -> dict[str, Any]:
+        """Take over an adapter from the sender that ``offer`` names.
+
+        Swapped in one step, at the end. Until then, and after any failure, the old one
+        serves.
+
+        Args:
+            offer: See ``serve.Offer``.
+
+        Returns:
+            See ``update_weights_from_bucket``.
+        """
+        return self._bucketsync_answer(lambda worker: serve.update(worker, offer))
+
+    def bucketsync_remove_lora(self, name: str) -> dict[str, Any]:
+        """Forget an adapter that was pushed.
+
+        Returns:
+            ``rank``, ``dp_index``, ``was_held``, ``error``.
+        """
+
+        def remove(worker: serve.Worker) -> serve.Result:
+            shelf = find_shelf(self)
+            is_asleep = guards.weights_are_asleep(self)
+            was_held = shelf is not None and shelf.remove(name, is_asleep=is_asleep)
+            return {
+                "rank": worker.rank,
+                "dp_index": worker.dp_index,
+                "was_held": was_held,
+                "error": None,
+            }
+
+        return self._bucketsync_answer(remove)
+
     def bucketsync_status(self) -> dict[str, Any]:
-        """Return what this worker holds: version, torn or not, memory, counts."""
-        return self._bucketsync_answer(serve.status)
+        """Return what this worker holds: version, torn or not, memory, counts, adapters."""
+
+        def status(worker: serve.Worker) -> serve.Result:
+            shelf = find_shelf(self)
+            return serve.status(worker) | {"adapters": [] if shelf is None else shelf.status()}
+
+        return self._bucketsync_answer(status)
 
     def bucketsync_probe(self) -> dict[str, Any]:
         """Return which transports this worker may be able to use, and by what that is told."""

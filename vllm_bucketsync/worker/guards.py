@@ -27,6 +27,19 @@ def refuse_unfit(worker: Any) -> None:
             "places that they had at the start; nothing was written; start it without "
             "--enable-eplb"
         )
+    refuse_at_work(worker)
+
+
+def refuse_at_work(worker: Any) -> None:
+    """Refuse an engine that must not be changed now, whatever it is that is changed.
+
+    Args:
+        worker: vLLM's worker.
+
+    Raises:
+        EngineAsleepError: The weights are asleep: a copy to the device would crash.
+        EngineBusyError: vLLM's own weight update is open.
+    """
     if getattr(worker, "_weight_update_active", False):
         raise EngineBusyError(
             "vLLM's own weight update is open in this engine; nothing was written; call "

@@ -23,6 +23,7 @@ from . import caches, compat, guards, layerwise, problems
 from .completeness import Waiver
 from .dryrun import DryRunResult, dry_run
 from .loaders import Loaders
+from .lora import sleeps
 from .memory import WeightMemory
 from .record import LoadRecord
 from .replay import Replay
@@ -164,6 +165,8 @@ class WeightSink:
             if self._replay is not None:
                 split = _joined(self._replay.settle(), split)
             self._notes.extend(caches.drop_caches(self._worker))
+            if not self._partial:
+                sleeps.regain_base(self._worker)
             compat.synchronise(self._worker.device)
         self._was_begun = False
         skipped.update(self._skipped())

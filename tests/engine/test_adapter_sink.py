@@ -1,0 +1,267 @@
+"""What vLLM keeps of an adapter is nobody else's: not a bucket's, not the trainer's.
+
+The sink is driven through one bucket that is poisoned after every load.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support import adapters, engines, tiny_models
+from support.adapters import (
+    CONFIG,
+    LORA,
+    from_disk,
+    opened,
+    outputs_of,
+    put,
+    request_for,
+    sink_of,
+    tensors_of,
+)
+from support.bytes_of import bytes_of
+from support.pushes import load_all, metas_of, push
+
+from vllm_bucketsync import AdapterConfigError, AdapterError, AdapterTensorError, EngineAsleepError
+from vllm_bucketsync.adapters import id_of, spec_of
+from vllm_bucketsync.layout import Manifest
+from vllm_bucketsync.messages import Open
+from vllm_bucketsync.sinks import Bucket, Piece
+from vllm_bucketsync.worker.lora import shelf, sleeps
+from vllm_bucketsync.worker.lora.sink import AdapterSink, in_host_memory, parts_of_one_copy
+from vllm_bucketsync.worker.weights import WeightSink
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str, int], Path]) -> Iterator[Any]:
+    with engines.running_engine(checkpoint("qwen3", 0), **LORA) as found:
+        yield found
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_adapters_come_through_buckets_of_any_size(
+    declared: bool, llm: Any, tmp_path: Path
+) -> None:
+    tensors = tensors_of(1)
+    folder = adapters.save_tensors(tensors, CONFIG, tmp_path)
+    truth = outputs_of(llm, from_disk(folder, 1))
+    before = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+
+    # The smallest splits every tensor, the others part many an A from its B.
+    for slot_size_bytes in (256, 1024, 4096, 1 << 20):
+        report = put(llm, tensors, slot_size_bytes=slot_size_bytes, declared=declared)
+        assert outputs_of(llm, request_for()) == truth
+        assert report.cloned_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+    assert {name: bytes_of(tensor) for name, tensor in tensors.items()} == before
+    llm.llm_engine.remove_lora(1)
+
+
+def evicted(llm: Any, tmp_path: Path) -> None:
+    """Use other adapters until vLLM has forgotten ours."""
+    for number, seed in ((11, 2), (12, 3)):
+        folder = adapters.save_tensors(tensors_of(seed), CONFIG, tmp_path / str(number))
+        outputs_of(llm, from_disk(folder, number))
+    assert id_of("policy") not in adapters.manager_of(llm).list_adapters()
+
+
+class KeepsViews(AdapterSink):
+    """What a sink would be without its clones."""
+
+    def load(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
+            self._metas[piece.index] = piece.meta
+            self._whole[piece.index] = piece.tensor()
+
+
+def test_views_of_a_bucket_would_show(llm: Any, tmp_path: Path) -> None:
+    folder = adapters.save_tensors(tensors_of(1), CONFIG, tmp_path)
+    truth = outputs_of(llm, from_disk(folder, 1))
+    worker = engines.worker_of(llm)
+
+    push(sink_of(worker, cls=KeepsViews), tensors_of(1), slot_size_bytes=4096)
+
+    assert outputs_of(llm, request_for()) != truth
+    llm.llm_engine.remove_lora(1)
+
+
+@pytest.mark.parametrize("has_clones", [True, False])
+def test_an_adapter_that_vllm_has_scaled_and_forgotten_comes_back_from_a_pristine_copy(
+    has_clones: bool, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = adapters.save_tensors(tensors_of(1), CONFIG, tmp_path)
+    truth = outputs_of(llm, from_disk(folder, 1))
+    with monkeypatch.context() as patch:
+        if not has_clones:
+            patch.setattr(torch.Tensor, "clone", lambda self: self)
+        put(llm, tensors_of(1))
+    assert outputs_of(llm, request_for()) == truth
+
+    for _ in range(2):
+        evicted(llm, tmp_path)
+        assert (outputs_of(llm, request_for()) == truth) is has_clones
+
+
+def test_nothing_that_is_kept_shares_memory_with_anything(llm: Any) -> None:
+    tensors = tensors_of(1)
+    worker = engines.worker_of(llm)
+    sink = sink_of(worker)
+    bucket = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+
+    push(sink, tensors)
+
+    kept = shelf.shelf_of(worker)._kept[id_of("policy")]
+    mine = {tensor.untyped_storage().data_ptr() for tensor in kept.tensors.values()}
+    model = adapters.manager_of(llm).list_adapters()[id_of("policy")]
+    theirs = {
+        tensor.untyped_storage().data_ptr()
+        for lora in model.loras.values()
+        for held in (lora.lora_a, lora.lora_b)
+        for tensor in (held if isinstance(held, list) else [held])
+    }
+    assert len(mine) == len(kept.tensors)
+    assert mine.isdisjoint(theirs)
+    assert bucket.untyped_storage().data_ptr() not in mine | theirs
+
+
+def test_memory_stays_flat_over_two_hundred_updates(llm: Any) -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        return len(tensors), psutil.Process().memory_info().rss
+
+    versions = [tensors_of(seed) for seed in (1, 2)]
+    for number in range(220):
+        if number == 20:
+            num_tensors, rss = held()
+        put(llm, versions[number % 2], slot_size_bytes=1 << 16)
+
+    after, rss_after = held()
+    assert after <= num_tensors + 5
+    num_bytes = sum(tensor.nbytes for tensor in versions[0].values())
+    # One copy that was forgotten each time would be 200 of them.
+    assert rss_after - rss < 100 * num_bytes
+
+
+def test_an_abort_at_any_point_leaves_the_adapter_that_was_there(llm: Any) -> None:
+    put(llm, tensors_of(1))
+    old = outputs_of(llm, request_for())
+    worker = engines.worker_of(llm)
+    for last in ("open", "load", "prepare"):
+        sink = sink_of(worker)
+        sink.open(Manifest(metas_of(tensors_of(2))))
+        if last != "open":
+            load_all(sink, tensors_of(2), slot_size_bytes=4096)
+        if last == "prepare":
+            sink.prepare()
+        assert sink.abort() == "unchanged"
+        sink.release()
+        assert outputs_of(llm, request_for()) == old
+    cut = sink_of(worker)
+    cut.open(Manifest(metas_of(tensors_of(2))))
+    name, tensor = next(iter(tensors_of(2).items()))
+    data = tensor.contiguous().view(-1).view(torch.uint8)[:256]
+    piece = Piece(index=0, meta=metas_of({name: tensor})[0], first_byte=0, data=data)
+    cut.load(Bucket(seq=0, pieces=(piece,)))
+    with pytest.raises(AdapterTensorError, match="only 256/1024 bytes came"):
+        cut.prepare()
+    cut.release()
+
+
+# Sleep is the GPU's; a CPU worker takes the calls and does nothing.
+
+
+def test_what_a_sleep_took_away_is_given_back_or_asked_for(llm: Any, tmp_path: Path) -> None:
+    worker = engines.worker_of(llm)
+    watched = sleeps.watch(worker)
+    put(llm, tensors_of(1))
+    truth = outputs_of(llm, request_for())
+
+    worker.sleep(level=1)
+    worker.wake_up()
+    assert not watched.has_lost_base
+    assert outputs_of(llm, request_for()) == truth
+
+    worker.sleep(2)
+    for module in adapters.manager_of(llm).modules.values():
+        # Level 2 leaves garbage in the slots.
+        for tensor in (*module.lora_a_stacked, *module.lora_b_stacked):
+            tensor.fill_(7.0)
+    worker.wake_up(tags=["weights"])
+    assert outputs_of(llm, request_for()) == truth
+    with pytest.raises(AdapterError, match="push the base weights first"):
+        put(llm, tensors_of(2))
+    assert outputs_of(llm, request_for()) == truth
+
+    weights = tiny_models.checkpoint_tensors("qwen3", seed=0)
+    push(WeightSink(worker, partial=["lm_head.*"]), weights)
+    assert watched.has_lost_base
+    push(WeightSink(worker), weights)
+    put(llm, tensors_of(1))
+    assert outputs_of(llm, request_for()) == truth
+
+
+def test_a_worker_whose_weights_are_asleep_takes_no_adapter(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = engines.worker_of(llm)
+    monkeypatch.setattr(worker, "_sleep_mode_backend", SimpleNamespace(state=lambda: "SUSPENDED"))
+
+    with pytest.raises(EngineAsleepError, match=r"wake_up\(tags=\['weights'\]\)"):
+        put(llm, tensors_of(1))
+
+
+def test_an_adapter_is_removed_from_a_worker_that_sleeps_without_a_write_to_its_slot(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(llm, tensors_of(1))
+    module = adapters.manager_of(llm).modules["model.layers.0.mlp.down_proj"]
+    written: list[int] = []
+    monkeypatch.setattr(module, "reset_lora", written.append)
+
+    kept = shelf.shelf_of(engines.worker_of(llm))
+    assert kept.remove("policy", is_asleep=True)
+    assert (written, adapters.manager_of(llm).list_adapters()) == ([], {})
+    monkeypatch.undo()
+    put(llm, tensors_of(1))
+    assert kept.remove("policy")
+
+
+def test_a_bucket_on_a_device_is_copied_once_for_all_that_it_holds() -> None:
+    bucket = torch.arange(4096, dtype=torch.int16).view(torch.uint8)
+    metas = metas_of({"a": torch.ones(100, dtype=torch.int16), "b": torch.ones(3)})
+    slots = [bucket[512:712], bucket[768:780]]
+    pieces = [
+        Piece(index=index, meta=meta, first_byte=0, data=data)
+        for index, (meta, data) in enumerate(zip(metas, slots, strict=True))
+    ]
+    assert in_host_memory(pieces) is None
+
+    elsewhere = replace(pieces[0], data=bucket[512:712].clone())
+    far = replace(pieces[0], data=bucket[7168:7368])
+    for given in (pieces, [*pieces, elsewhere], [*pieces, far]):
+        found = parts_of_one_copy(given)
+        assert [bytes_of(one.data) for one in found] == [bytes_of(one.data) for one in given]
+        storages = {one.data.untyped_storage().data_ptr() for one in found}
+        assert bucket.untyped_storage().data_ptr() not in storages
+        assert len(storages) == (1 if given is pieces else 3)
+    assert found[0].tensor().shape == (100,)
+
+
+def test_a_config_that_is_none_is_refused(llm: Any) -> None:
+    for text in ("{", "[]", "null"):
+        offer = opened()
+        offer = Open(
+            **{name: getattr(offer, name) for name in offer.__struct_fields__ if name != "adapter"},
+            adapter=spec_of("policy", version="1", config=text),
+        )
+        with pytest.raises(AdapterConfigError, match="PEFT's LoraConfig"):
+            sink_of(engines.worker_of(llm), offer).open(None)

@@ -1,0 +1,241 @@
+"""One update of one adapter: cloned, checked, built, and only then swapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import AdapterConfigError, AdapterError, AdapterTensorError, EngineState
+from ...layout import Manifest, TensorMeta, aligned
+from ...messages import Open
+from ...sinks import Bucket, Piece, SinkReport
+from .. import compat, guards
+from .fit import Fit, check_fit
+from .settings import read_config
+from .shelf import Kept, Shelf, shelf_of
+from .sleeps import Sleeps
+
+
+class AdapterSink:
+    """One update of an adapter. See ``sinks.Sink`` for the order of calls.
+
+    vLLM's manager is untouched until ``commit``, and is as before if that fails. Every
+    rank has built its model before any of them commits.
+    """
+
+    def __init__(self, worker: Any, opened: Open, *, sleeps: Sleeps) -> None:
+        """Prepare for one update; nothing is touched.
+
+        Args:
+            worker: vLLM's worker.
+            opened: The offer, with ``adapter`` set.
+            sleeps: What the worker's sleeps took away.
+        """
+        self._worker = worker
+        self._opened = opened
+        self._sleeps = sleeps
+        self._helper: Any = None
+        self._fit: Fit | None = None
+        self._shelf: Shelf | None = None
+        self._metas: dict[int, TensorMeta] = {}
+        self._whole: dict[int, torch.Tensor] = {}
+        self._partial: dict[int, tuple[torch.Tensor, int]] = {}
+        self._built: tuple[Kept, Any] | None = None
+
+    def open(self, manifest: Manifest | None) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            AdapterError: The engine cannot use the adapter.
+            EngineAsleepError: The engine's weights are asleep.
+            EngineBusyError: vLLM's own weight update is open.
+        """
+        self._refuse_unfit()
+        self._shelf = shelf_of(self._worker)
+        self._helper = read_config(
+            self._spec.config, lora_config=self._lora_config, adapter=self._name
+        )
+        self._shelf.check(self._spec)
+        if manifest is not None and self._opened.is_declared:
+            self._fit = self._checked(manifest.metas)
+
+    def deviate(self, index: int) -> None:
+        """Accept any stream: it is checked as a whole, before anything is changed."""
+
+    def load(self, bucket: Bucket) -> None:
+        """Clone one bucket's tensors into private memory, in the engine's dtype."""
+        pieces = bucket.pieces
+        hosted = in_host_memory(pieces)
+        for piece in pieces if hosted is None else hosted:
+            self._metas[piece.index] = piece.meta
+            if piece.is_whole:
+                # A copy even where dtype and device agree: the bucket is filled again.
+                is_ours = hosted is not None
+                self._whole[piece.index] = piece.tensor().to(self._dtype, copy=not is_ours)
+            else:
+                self._add_fragment(piece)
+
+    def prepare(self) -> None:
+        """Build what the commit swaps in.
+
+        Raises:
+            AdapterError: The adapter is incomplete, or does not fit.
+        """
+        metas = list(self._metas.values())
+        for index, (_, num_filled) in self._partial.items():
+            meta = self._metas[index]
+            raise AdapterTensorError(
+                f"of {meta.name!r} only {num_filled}/{meta.num_bytes} bytes came; nothing was "
+                f"changed; send all of it",
+                adapter=self._name,
+                tensor=meta.name,
+                expected=f"{meta.num_bytes} bytes",
+                got=f"{num_filled} bytes",
+            )
+        if self._fit is None:
+            self._fit = self._checked(metas)
+        kept = Kept(
+            spec=self._spec,
+            version=self._opened.version,
+            helper=self._helper,
+            tensors={
+                self._metas[index].name: tensor
+                for index, tensor in self._whole.items()
+                if self._metas[index].name not in self._fit.skipped
+            },
+            is_stacked=self._fit.is_stacked,
+        )
+        self._built = (kept, self._build(kept))
+
+    def commit(self) -> SinkReport:
+        """Swap the adapter in."""
+        if self._built is None or self._fit is None:
+            raise RuntimeError("commit was called before prepare")
+        kept, model = self._built
+        with compat.engine_context(self._worker.vllm_config):
+            self._shelf_here.put(kept, model)
+        compat.synchronise(self._worker.device)
+        return SinkReport(
+            cloned_bytes=kept.num_bytes,
+            skipped=self._fit.skipped,
+            notes=(f"{len(self._fit.modules)} modules take part of the adapter",),
+        )
+
+    def abort(self) -> EngineState:
+        """Say that nothing changed: a swap that failed was undone."""
+        return EngineState.UNCHANGED
+
+    def release(self) -> None:
+        """Drop what was not swapped in. Idempotent."""
+        self._whole, self._partial, self._metas = {}, {}, {}
+        self._built = None
+
+    @property
+    def _spec(self) -> Any:
+        if self._opened.adapter is None:
+            raise AdapterError("the offer does not say which adapter it brings; nothing was done")
+        return self._opened.adapter
+
+    @property
+    def _name(self) -> str:
+        name: str = self._spec.name
+        return name
+
+    @property
+    def _lora_config(self) -> Any:
+        return self._worker.vllm_config.lora_config
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._lora_config.lora_dtype
+        return dtype
+
+    @property
+    def _shelf_here(self) -> Shelf:
+        if self._shelf is None:
+            raise RuntimeError("the sink was not opened")
+        return self._shelf
+
+    def _refuse_unfit(self) -> None:
+        if self._lora_config is None:
+            raise AdapterConfigError(
+                f"adapter {self._name!r} cannot be applied: the engine was started without LoRA; "
+                f"nothing was changed; start it with --enable-lora",
+                adapter=self._name,
+                setting="enable_lora",
+                expected="True",
+                found="False",
+            )
+        guards.refuse_at_work(self._worker)
+        if self._sleeps.has_lost_base:
+            raise AdapterError(
+                f"adapter {self._name!r} would be put on weights that a sleep of level 2 has "
+                f"dropped; nothing was changed; push the base weights first",
+                adapter=self._name,
+            )
+
+    def _checked(self, metas: Sequence[TensorMeta]) -> Fit:
+        return check_fit(
+            metas,
+            worker=self._worker,
+            helper=self._helper,
+            adapter=self._name,
+            partial=self._opened.partial,
+        )
+
+    def _add_fragment(self, piece: Piece) -> None:
+        empty = (torch.empty(0, dtype=torch.uint8), 0)
+        buffer, num_filled = self._partial.pop(piece.index, empty)
+        if not num_filled:
+            buffer = torch.empty(piece.meta.num_bytes, dtype=torch.uint8)
+        end = piece.first_byte + piece.data.numel()
+        buffer[piece.first_byte : end].copy_(piece.data)
+        num_filled += piece.data.numel()
+        if num_filled < piece.meta.num_bytes:
+            self._partial[piece.index] = (buffer, num_filled)
+            return
+        whole = Piece(index=piece.index, meta=piece.meta, first_byte=0, data=buffer)
+        self._whole[piece.index] = whole.tensor().to(self._dtype)
+
+    def _build(self, kept: Kept) -> Any:
+        try:
+            with compat.engine_context(self._worker.vllm_config):
+                return self._shelf_here.build(kept)
+        # vLLM's own refusals, whatever their kind.
+        except Exception as error:
+            raise AdapterError(
+                f"adapter {self._name!r} cannot be applied: {type(error).__name__}: {error}; "
+                f"nothing was changed",
+                adapter=self._name,
+            ) from error
+
+
+def in_host_memory(pieces: Sequence[Piece]) -> list[Piece] | None:
+    """Return the pieces of a bucket on a device as parts of one private copy of it.
+
+    One copy for all of them, since each takes as long as a few hundred KiB. ``None`` where
+    they are in host memory already, which is the bucket's own.
+    """
+    if all(piece.data.device.type == "cpu" for piece in pieces):
+        return None
+    return parts_of_one_copy(pieces)
+
+
+def parts_of_one_copy(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces of one bucket as views of one new tensor on the host."""
+    offsets = [int(piece.data.storage_offset()) for piece in pieces]
+    ends = [offset + piece.data.numel() for offset, piece in zip(offsets, pieces, strict=True)]
+    start, num_bytes = min(offsets), sum(aligned(piece.data.numel()) for piece in pieces)
+    storages = {piece.data.untyped_storage().data_ptr() for piece in pieces}
+    if len(storages) > 1 or max(ends) - start > num_bytes:
+        # References to the trainer's own tensors, wherever those are.
+        return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
+    bucket = pieces[0].data.as_strided((max(ends) - start,), (1,), start)
+    copied = bucket.to("cpu", copy=True)
+    return [
+        replace(piece, data=copied[offset - start : end - start])
+        for piece, offset, end in zip(pieces, offsets, ends, strict=True)
+    ]
