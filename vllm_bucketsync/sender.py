@@ -16,9 +16,7 @@ from .errors import (
     BucketSyncError,
     EngineState,
     LocalProtocolError,
-    RegionError,
     RemoteProtocolError,
-    TransportError,
     UnsupportedError,
     from_wire,
     utf8,
@@ -43,10 +41,10 @@ from .messages import (
 )
 from .packing import Packing
 from .peers import Peer, held_by
+from .route import Route
 from .session import Role, Session, State
 from .slots import Slots
 from .sources import Source
-from .transport.registry import Choice, Wish, candidates
 from .update import Phase, Update
 
 Outgoing = tuple[bytes, Command]
@@ -65,8 +63,7 @@ class Sender:
         update: What is sent.
         source: Where the tensors come from.
         slots: The shared memory, kept between updates.
-        wish: What is known of the transport before any worker was asked.
-        choices: Transports to try, in order; empty until every worker said hello.
+        route: Which transport carries it.
         peers: The workers that said hello, by socket identity.
         phase: What is being done.
         error: The first failure.
@@ -76,19 +73,13 @@ class Sender:
     update: Update
     source: Source
     slots: Slots
-    wish: Wish
-    choices: list[Choice] = field(default_factory=list)
+    route: Route
     peers: dict[bytes, Peer] = field(default_factory=dict)
     phase: Phase = Phase.GREETING
     error: BaseException | None = None
     packing: Packing | None = None
     _outbox: list[Outgoing] = field(default_factory=list)
     _stream: Iterator[list[Command]] | None = None
-
-    @property
-    def choice(self) -> Choice:
-        """The transport in use, and why."""
-        return self.choices[0]
 
     @property
     def num_workers(self) -> int:
@@ -251,9 +242,7 @@ class Sender:
     def _work(self) -> None:
         match self.phase:
             case Phase.GREETING if len(self.peers) == self.num_workers:
-                hellos = self._hellos()
-                choices = candidates(self.wish, hellos)
-                self.choices = self.slots.without_failures(choices, hellos)
+                self.route.choose(self._hellos())
                 self._offer()
             case Phase.OPENING if not any(
                 peer.session.state is State.OPENING for peer in self.peers.values()
@@ -273,7 +262,7 @@ class Sender:
         declared = self.source.declared
         hellos = self._hellos()
         if not self.update.is_dry_run:
-            self._prepare_slots(hellos)
+            self.route.prepare(hellos, source=self.source)
         manifest = declared or self.slots.last_manifest
         if declared is None and manifest is not None:
             known = all(manifest.digest in hello.manifests for hello in hellos)
@@ -287,8 +276,8 @@ class Sender:
                 update_id=self.update.update_id,
                 version=self.update.version,
                 kind=self.update.kind,
-                transport=self.choice.kind,
-                transport_reason=self.choice.reason[:_MAX_REASON_CHARS],
+                transport=self.route.choice.kind,
+                transport_reason=self.route.choice.reason[:_MAX_REASON_CHARS],
                 handles=() if self.update.is_dry_run else self.slots.handles,
                 regions=() if self.update.is_dry_run else self.slots.regions,
                 layout=self.slots.layout,
@@ -308,7 +297,7 @@ class Sender:
         """Go on, or fall back, once every worker has answered the offer."""
         reasons = [f"{peer}: {peer.fallback}" for peer in self.peers.values() if peer.fallback]
         if reasons:
-            self._fall_back("; ".join(reasons))
+            self.route.fall_back("; ".join(reasons), self._hellos())
             for peer in self.peers.values():
                 peer.fallback = None
             self._offer()
@@ -319,46 +308,6 @@ class Sender:
             self.slots.unlink()
             self.phase = Phase.STREAMING
             self._stream = self._packing().batches(self._num_acks)
-
-    def _prepare_slots(self, hellos: Sequence[Hello]) -> None:
-        """Have memory for the first transport that there is memory for."""
-        while True:
-            try:
-                needed_bytes = self._place()
-                self.slots.prepare(
-                    self.choice.kind,
-                    needed_bytes=needed_bytes,
-                    hellos=hellos,
-                    wish=self.wish,
-                    is_at_once=self.source.ready is not None,
-                )
-            except (RegionError, UnsupportedError) as error:
-                if len(self.choices) == 1:
-                    raise
-                self._fall_back(str(error))
-            else:
-                return
-
-    def _place(self) -> int | None:
-        """Leave tensors where they lie, if that was chosen; return what slots have to carry."""
-        declared, ready = self.source.declared, self.source.ready
-        if self.choice.is_zero_copy and declared is not None and ready is not None:
-            tensors = ready(0, len(declared))
-            return self.slots.place(declared, tensors, are_known=self.source.is_known)
-        self.slots.unplace()
-        return None if declared is None else declared.aligned_bytes
-
-    def _fall_back(self, reason: str) -> None:
-        """Go on to the next transport, and keep to it for as long as the workers live."""
-        if len(self.choices) == 1:
-            raise TransportError(
-                f"transport {self.choice.kind} does not work: {reason}; nothing was written; "
-                f"there is no other transport to fall back to"
-            )
-        failed = self.choices.pop(0)
-        self.choices[0] = self.choice.after(failed, reason)
-        self.slots.note_failure(failed.name, self._hellos(), reason)
-        logger.warning("falling back to %s: %s", self.choice.kind, self.choice.reason)
 
     def _hellos(self) -> list[Hello]:
         return [peer.hello for peer in self.peers.values()]

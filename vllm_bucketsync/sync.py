@@ -4,64 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import os
 import secrets
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from .adapters import spec_of
 from .arguments import check_name, check_patterns, check_pause, check_version, is_count
-from .asking import Asking, Progress, RpcCall, UpdateCall, ask_each
-from .channel import Listener
+from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
 from .config import Settings
 from .errors import (
-    BucketSyncError,
     ConfigError,
-    EngineBusyError,
     EngineUnreachableError,
     from_wire,
 )
+from .keeping import RETURN_TIMEOUT_S, Keeper
 from .merging import open_weights
 from .outcome import after_commit, check_calls, explained
 from .peft_models import open_adapter
 from .recall import Recall
 from .report import AdapterReport, PushReport, adapter_report_of, report_of
-from .rundir import remove_stale
+from .route import Route
 from .sender import Sender
-from .slots import Slots
 from .sources import Source, read_metas
 from .streams import leave_thread, wait_for_trainer
 from .transfer import run_linked, run_remote
-from .transport.registry import Wish, reclaim
+from .transport.registry import Wish
 from .update import Update
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=PushReport)
 
-# For an engine's call to return, once its workers have: a moment, unless one is stopped.
-RETURN_TIMEOUT_S = 3.0
-# For idle workers to let go of device memory whose owner closes.
-CLOSE_TIMEOUT_S = 5.0
 
-
-class WeightSync:
+class WeightSync(Keeper):
     """The trainer's end: gives one engine, or several, new weights, as often as asked.
 
     Keeps the shared memory and the socket between updates; ``close`` gives them back.
     One update at a time; not for several threads at once, nor for forked children.
     """
-
-    # Until there is something to close.
-    _is_closed = True
 
     def __init__(
         self,
@@ -84,39 +68,13 @@ class WeightSync:
         Raises:
             ConfigError: The engine or a setting is wrong.
         """
-        self._settings = Settings.from_env(**settings)
         if expected_workers is not None and not is_count(expected_workers):
             raise ConfigError(
                 f"expected_workers is {expected_workers!r}; expected a whole number above 0"
             )
-        self._engines = connect(engine, api_key=api_key)
+        super().__init__(connect(engine, api_key=api_key), settings=Settings.from_env(**settings))
         self._expected_workers = expected_workers
-        self._slots = Slots(self._settings)
         self._recall = Recall()
-        self._listener: Listener | None = None
-        self._calls: list[UpdateCall] = []
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._is_closed = False
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
-    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Close what was forgotten: an open descriptor keeps all of the shared memory."""
-        # At the interpreter's end what closing needs is gone, and the kernel does it.
-        if not self._is_closed and not is_exiting():
-            self._close(may_ask=False)
 
     def push(
         self,
@@ -333,80 +291,6 @@ class WeightSync:
             self._ask(RELEASE_METHOD)
             self._slots.release()
 
-    def close(self) -> None:
-        """Give everything back. Idempotent.
-
-        While a push runs, on another thread or further up on this one, nothing more
-        begins, and the push gives everything back at its end. The workers notice that
-        the memory has lost its owner with their next update; only for device memory,
-        which cannot be freed while they have it mapped, are they asked to look at once.
-        """
-        self._close(may_ask=True)
-
-    def _close(self, *, may_ask: bool) -> None:
-        if os.getpid() != self._pid:
-            # A forked child has copies: what they stand for is its parent's.
-            return
-        self._is_closed = True
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            is_mapped = self._slots.release()
-            if (reclaim() or is_mapped) and may_ask:
-                self._let_workers_look()
-            self._stop_listening()
-            for engine in self._engines:
-                engine.close()
-        finally:
-            self._lock.release()
-
-    def _let_workers_look(self) -> None:
-        """Ask for what makes workers drop the regions of dead owners; then free those."""
-        calls = [
-            RpcCall(functools.partial(engine.call, STATUS_METHOD))
-            for engine in self._engines
-            if _can_be_asked(engine)
-        ]
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        for call in calls:
-            call.wait(max(0.0, deadline_s - time.monotonic()))
-        num_bytes = reclaim()
-        if num_bytes:
-            logger.warning(
-                "%d bytes of device memory stay until the engine has looked for dead owners, with "
-                "its next update or status(): it could not be asked, or did not answer in %g s",
-                num_bytes,
-                CLOSE_TIMEOUT_S,
-            )
-
-    @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        if self._is_closed:
-            raise ConfigError("this WeightSync is closed; make a new one")
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                f"this WeightSync belongs to process {self._pid}, from which this one was "
-                f"forked; push there, or make a new one here"
-            )
-        if not self._lock.acquire(blocking=False):
-            raise EngineBusyError("another push of this WeightSync runs; wait for its end")
-        try:
-            self._check_idle()
-            yield
-        finally:
-            self._lock.release()
-            if self._is_closed:
-                self.close()
-
-    def _check_idle(self) -> None:
-        deadline_s = time.monotonic() + RETURN_TIMEOUT_S
-        if not all(call.wait(max(0.0, deadline_s - time.monotonic())) for call in self._calls):
-            raise EngineBusyError(
-                "an earlier update still occupies the engine and cannot be cancelled: a worker "
-                "is stopped or hangs; continue or restart it"
-            )
-        self._calls = []
-
     @property
     def _is_in_process(self) -> bool:
         return self._engines[0].is_in_process
@@ -455,7 +339,8 @@ class WeightSync:
             is_zero_copy=is_zero_copy and source.ready is not None and not is_dry_run,
         )
         wish.check()
-        sender = Sender(update=update, source=source, slots=self._slots, wish=wish)
+        route = Route(wish=wish, slots=self._slots)
+        sender = Sender(update=update, source=source, slots=self._slots, route=route)
         with contextlib.closing(source):
             if not is_dry_run:
                 declared = source.declared
@@ -518,20 +403,6 @@ class WeightSync:
                 )
             )
 
-    def _listening(self) -> Listener:
-        if self._listener is not None and not self._listener.can_be_found:
-            self._stop_listening()
-        if self._listener is None:
-            for path in remove_stale(self._settings.dir):
-                logger.info("removed %s, which a dead process had left", path)
-            self._listener = Listener(self._settings.dir)
-        return self._listener
-
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = None
-
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""
         found = ask_each(
@@ -541,20 +412,3 @@ class WeightSync:
             timeout_s=self._settings.connect_timeout_s,
         )
         return sorted(found, key=lambda one: (one["engine"], one["dp_index"], one["rank"]))
-
-
-def _can_be_asked(engine: Engine) -> bool:
-    """Whether an engine may have memory mapped, and a thread beside this one can ask it."""
-    if engine.is_in_process:
-        return False
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return True
-    try:
-        engine.check_ready()
-    # Its answer would have to come from the very loop that waits for it.
-    except BucketSyncError as error:
-        logger.debug("%s cannot be asked here: %s", engine.name, error)
-        return False
-    return True

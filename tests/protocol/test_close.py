@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.thread_engine import ThreadEngine
 
-from vllm_bucketsync import sync as sync_module
+from vllm_bucketsync import keeping
 from vllm_bucketsync.errors import ConfigError
 from vllm_bucketsync.sync import WeightSync
 
@@ -72,8 +72,8 @@ class LookingEngine(ThreadEngine):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setattr(sync_module, "reclaim", made.reclaim)
-    monkeypatch.setattr(sync_module, "CLOSE_TIMEOUT_S", CLOSE_TIMEOUT_S)
+    monkeypatch.setattr(keeping, "reclaim", made.reclaim)
+    monkeypatch.setattr(keeping, "CLOSE_TIMEOUT_S", CLOSE_TIMEOUT_S)
     return made
 
 
@@ -161,7 +161,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for_longer_than_is_said(
 def test_engines_that_do_not_answer_are_waited_for_together(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync_module, "CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(keeping, "CLOSE_TIMEOUT_S", 1.0)
     engines = [LookingEngine(device) for _ in range(8)]
     sync = pushed(engines)
     device.num_bytes = 512

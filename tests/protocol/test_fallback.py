@@ -15,7 +15,7 @@ import torch
 from support.bytes_of import bytes_of
 from support.thread_engine import ThreadEngine
 
-from vllm_bucketsync import receiver, sender, serve, slots
+from vllm_bucketsync import receiver, route, serve, slots
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import (
     EngineState,
@@ -78,7 +78,7 @@ class Ipc:
 @pytest.fixture
 def ipc(monkeypatch: pytest.MonkeyPatch) -> Ipc:
     made = Ipc()
-    monkeypatch.setattr(sender, "candidates", made.candidates)
+    monkeypatch.setattr(route, "candidates", made.candidates)
     monkeypatch.setattr(slots, "create_slots", made.create_slots)
     monkeypatch.setattr(receiver, "open_region", made.open_region)
     return made
@@ -145,7 +145,7 @@ def test_one_worker_that_cannot_open_it_takes_all_to_the_next_transport(
     monkeypatch: pytest.MonkeyPatch, engine: ThreadEngine
 ) -> None:
     ipc = OneCannot()
-    monkeypatch.setattr(sender, "candidates", ipc.candidates)
+    monkeypatch.setattr(route, "candidates", ipc.candidates)
     monkeypatch.setattr(slots, "create_slots", ipc.create_slots)
     monkeypatch.setattr(receiver, "open_region", ipc.open_region)
     with WeightSync(engine, slot_size=1024) as sync:
@@ -184,7 +184,7 @@ def test_what_the_trainer_cannot_make_is_replaced_before_workers_are_asked(
 
 def falls(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what the trainer said of leaving a transport."""
-    return [r.getMessage() for r in caplog.records if r.name == sender.__name__]
+    return [r.getMessage() for r in caplog.records if r.name == route.__name__]
 
 
 def fail_to_open(ipc: Ipc) -> None:

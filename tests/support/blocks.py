@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_bucketsync import receiver, sender, slots
+from vllm_bucketsync import receiver, route, slots
 from vllm_bucketsync.errors import RegionError
 from vllm_bucketsync.handles import CudaBlocksHandle
 from vllm_bucketsync.messages import Hello
@@ -104,7 +104,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Let this process's memory be a GPU's, as far as zero-copy sees."""
     made = Device()
-    monkeypatch.setattr(sender, "candidates", made.candidates)
+    monkeypatch.setattr(route, "candidates", made.candidates)
     monkeypatch.setattr(slots, "create_slots", made.create_slots)
     monkeypatch.setattr(receiver, "open_region", made.open_region)
     monkeypatch.setattr(cuda_blocks, "cuda_runtime", made)

@@ -48,6 +48,7 @@ from vllm_bucketsync.messages import (
     Region,
     Reply,
 )
+from vllm_bucketsync.route import Route
 from vllm_bucketsync.sender import Sender
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
@@ -152,7 +153,7 @@ class Trainer:
                 declared=manifest_of(pairs) if declared else None, tensors=iter(self.tensors)
             ),
             slots=self.slots,
-            wish=WISH,
+            route=Route(wish=WISH, slots=self.slots),
         )
         self.num_workers = num_workers
 
@@ -440,7 +441,7 @@ def test_a_second_hello_of_one_worker_is_a_fault() -> None:
 def choose(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """Let these be the transports to try, whatever the machine is."""
     monkeypatch.setattr(
-        "vllm_bucketsync.sender.candidates",
+        "vllm_bucketsync.route.candidates",
         lambda wish, hellos: [Choice(kind, f"{kind} is here") for kind in kinds],
     )
 
@@ -466,9 +467,9 @@ def test_the_next_transport_is_offered_in_the_same_update_with_nothing_consumed(
     for rank in range(2):
         offers = [c.transport for c in trainer.said[key_of(rank)] if isinstance(c, Open)]
         assert offers == ["cuda_ipc", "shm"]
-    assert trainer.sender.choice.kind == "shm"
+    assert trainer.sender.route.choice.kind == "shm"
     for part in ("cuda_ipc failed", "rank 0 pid 1000: no peer access", "shm is here"):
-        assert part in trainer.sender.choice.reason
+        assert part in trainer.sender.route.choice.reason
 
     trainer.reply(Ready())
     trainer.exhaust()
