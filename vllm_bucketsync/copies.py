@@ -162,7 +162,8 @@ class DeferredCopies:
         for name, box, data in self._parts:
             to = targets[name]
             # The view checks that the part is within the target.
-            if not box.is_contiguous or not _is_plain(view(to, box), data) or not to.is_cpu:
+            is_on_host = to.is_cpu and data.is_cpu
+            if not (box.is_contiguous and is_on_host and _is_plain(view(to, box), data)):
                 rest.append((name, box, data))
                 continue
             offset, address, size = box.offset * to.itemsize, data.data_ptr(), data.nbytes
@@ -215,6 +216,8 @@ class Places:
             sources: Plain tensors of the places' dtypes and shapes, on any device, of
                 any strides.
         """
+        if len(sources) != len(self._places):
+            raise ValueError(f"{len(sources)} tensors for {len(self._places)} places")
         if self._memory.is_cpu and all(
             one.is_cpu and one.is_contiguous() and not (one.is_conj() or one.is_neg())
             for one in sources

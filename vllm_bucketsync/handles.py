@@ -87,14 +87,12 @@ class CudaBlocksHandle(msgspec.Struct, frozen=True, tag="cuda_blocks"):
         id: Random name, made anew when any of them changes.
         lease: As in ``CudaIpcHandle``; nothing is written into the memory itself.
         boot_id: The boot of the kernel under which the handles mean anything.
-        device_uuid: The GPU that has the first of them.
         blocks: The allocations.
     """
 
     id: ShortText
     lease: ShmHandle
     boot_id: ShortText
-    device_uuid: ShortText
     blocks: Annotated[tuple[CudaBlock, ...], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
 
     @property

@@ -88,18 +88,22 @@ class Keeper:
         self._is_closed = True
         if not self._lock.acquire(blocking=False):
             return
-        try:
+        # Whatever one of them raises, the others are done.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._lock.release)
+            for engine in self._engines:
+                stack.callback(engine.close)
+            stack.callback(self._stop_listening)
             is_mapped = self._slots.release()
             if may_ask and (reclaim() or is_mapped):
-                self._let_workers_look()
-            self._stop_listening()
-            for engine in self._engines:
-                engine.close()
-        finally:
-            self._lock.release()
+                self._let_workers_look(is_mapped=is_mapped)
 
-    def _let_workers_look(self) -> None:
-        """Ask for what makes workers drop the regions of dead owners; then free those."""
+    def _let_workers_look(self, *, is_mapped: bool) -> None:
+        """Ask for what makes workers drop the regions of dead owners; then free those.
+
+        Args:
+            is_mapped: They may have memory of the trainer's own mapped.
+        """
         calls = [
             RpcCall(functools.partial(engine.call, STATUS_METHOD))
             for engine in self._engines
@@ -109,6 +113,15 @@ class Keeper:
         for call in calls:
             call.wait(max(0.0, deadline_s - time.monotonic()))
         num_bytes = reclaim()
+        have_looked = len(calls) == len(self._engines) and all(
+            call.is_done and call.error is None for call in calls
+        )
+        if is_mapped and not have_looked:
+            logger.warning(
+                "workers may still have the tensors of a zero-copy push mapped: not every engine "
+                "could be asked, or answered in %g s; keep that memory until their next update",
+                CLOSE_TIMEOUT_S,
+            )
         if num_bytes:
             logger.warning(
                 "%d bytes of device memory stay until the engine has looked for dead owners, with "

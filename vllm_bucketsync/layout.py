@@ -29,6 +29,10 @@ MAX_ENTRIES = 8192
 # What ``Placed`` has for a tensor that lies nowhere but in a slot.
 NOT_PLACED = (1 << 64) - 1
 _OFFSET_BYTES = 8
+# Tensors that one message can place.
+MAX_PLACED = 1 << 20
+# Buckets of one update: more are a slot size that nobody wants, or no sender of ours.
+MAX_BUCKETS = 1 << 20
 
 # Checked wherever a message is decoded, so that no offset from outside is negative.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -121,7 +125,7 @@ class Placed(msgspec.Struct, frozen=True):
     """
 
     region: _Count
-    offsets: Annotated[bytes, msgspec.Meta(max_length=1 << 23)]
+    offsets: Annotated[bytes, msgspec.Meta(max_length=MAX_PLACED * 8)]
 
     def unpacked(self) -> array[int]:
         """Return the offsets as numbers."""
@@ -185,8 +189,14 @@ class Manifest:
             placed: Which tensors are left where they are.
 
         Raises:
+            ConfigError: Slots are so small that there would be too many buckets.
             RemoteProtocolError: ``placed`` is of another number of tensors.
         """
+        if self.num_bytes // layout.slot_size_bytes > MAX_BUCKETS:
+            raise ConfigError(
+                f"slots of {layout.slot_size_bytes} bytes would cut {self.num_bytes} bytes into "
+                f"more than {MAX_BUCKETS} buckets; raise slot_size"
+            )
         key = (layout, placed)
         if key not in self._plans:
             self._plans = {key: _plan(self.metas, layout, placed)}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
 
 from .layout import Manifest
-from .tensors import is_as_described, is_sharded
+from .looks import Looks
+from .tensors import is_as_described, is_sharded, show_the_same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,12 @@ class Recall:
         described: What it was.
         devices: Where its tensors were.
         is_sharded: Some of them have to be gathered.
-        is_known: The tensors of this push are those of the last one.
     """
 
     def __init__(self) -> None:
         self.described: Described | None = None
         self.devices: frozenset[torch.device] = frozenset()
         self.is_sharded = False
-        self.is_known = False
         self._forms: list[tuple[torch.dtype, torch.Size]] = []
         self._glances = _Glances()
 
@@ -89,13 +87,15 @@ class Recall:
         are_tied = all(
             isinstance(one, torch.Tensor)
             and isinstance(other, torch.Tensor)
-            and (one is other or one.data_ptr() == other.data_ptr() != 0)
+            and (
+                one is other
+                or (one.data_ptr() == other.data_ptr() != 0 and show_the_same(one, other))
+            )
             for one, other in ((tensors[a], tensors[b]) for a, b in known.twins)
         )
         if not are_tied:
             return None
-        self.is_known = self._glances.are([tensors[one] for one in known.sent])
-        if not self.is_known:
+        if not self._glances.are([tensors[one] for one in known.sent]):
             if not all(
                 is_as_described(tensors[position], dtype=dtype, shape=shape)
                 for position, (dtype, shape) in zip(known.sent, self._forms, strict=True)
@@ -110,7 +110,6 @@ class Recall:
 
     def _look(self, tensors: Sequence[object]) -> None:
         """Take note of how tensors that were examined look."""
-        self.is_known = False
         sent = () if self.described is None else self.described.sent
         found = [tensors[position] for position in sent]
         self.devices = frozenset(one.device for one in found if isinstance(one, torch.Tensor))
@@ -121,7 +120,7 @@ class Recall:
 
 
 class _Glances:
-    """How tensors looked when they were examined, compared without a statement for each.
+    """Which tensors they were, and how they looked when they were examined.
 
     Nothing of them is kept alive: an identity counts for as long as none has died.
     """
@@ -130,22 +129,11 @@ class _Glances:
         self._all_live = [True]
         forget = self._all_live.clear
         self._refs = [ref(one, lambda _: forget()) for one in tensors]
-        self._looks = [list(map(look, tensors)) for look in _LOOKS]
+        self._ids = list(map(id, tensors))
+        self._looks = Looks(tensors)
 
-    def are(self, tensors: Sequence[object], *, first: int = 0) -> bool:
+    def are(self, tensors: Sequence[Any], *, first: int = 0) -> bool:
         """Whether these are the very same, from the ``first`` on, and look the same."""
-        end = first + len(tensors)
-        return bool(self._all_live) and all(
-            list(map(look, tensors)) == known[first:end]
-            for look, known in zip(_LOOKS, self._looks, strict=True)
-        )
-
-
-# Identity before the rest: whatever is the same object is a tensor.
-_LOOKS: tuple[Callable[[Any], object], ...] = (
-    id,
-    torch.Tensor.data_ptr,
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    torch.Tensor.stride,
-)
+        # Identity before the rest: whatever is the same object is a tensor.
+        is_same = list(map(id, tensors)) == self._ids[first : first + len(tensors)]
+        return bool(self._all_live) and is_same and self._looks.are_those_of(tensors, first=first)

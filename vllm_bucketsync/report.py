@@ -183,7 +183,7 @@ def report_of(
         transport=sender.route.choice.kind,
         transport_reason=sender.route.choice.reason,
         slot_size_bytes=slots.slot_size_bytes,
-        zero_copy_bytes=slots.placed_bytes,
+        zero_copy_bytes=0 if sender.update.is_dry_run else slots.placed_bytes,
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         workers=tuple(
             WorkerReport(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from .layout import Entry, Manifest, TensorMeta
@@ -60,17 +61,19 @@ class ReceiverMemory:
 
     def drop_dead_regions(self) -> None:
         """Close the regions whose owner is gone."""
-        dead = [key for key, region in self.regions.items() if not region.owner_is_alive()]
-        if dead:
-            self.buckets.clear()
-        for key in dead:
-            self.regions.pop(key).close()
+        self._close([key for key, one in self.regions.items() if not one.owner_is_alive()])
 
     def release(self) -> None:
         """Close every region. Idempotent; the next update opens them again."""
-        self.buckets.clear()
-        while self.regions:
-            self.regions.popitem()[1].close()
+        self._close(list(self.regions))
+
+    def _close(self, keys: Sequence[str]) -> None:
+        if keys:
+            self.buckets.clear()
+        # Whatever one of them raises, the others are closed.
+        with ExitStack() as stack:
+            for key in keys:
+                stack.callback(self.regions.pop(key).close)
 
 
 def view_pieces(

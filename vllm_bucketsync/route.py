@@ -51,7 +51,7 @@ class Route:
         """
         while True:
             try:
-                needed_bytes = self._place(source)
+                needed_bytes = self._place(source, hellos)
                 self.slots.prepare(
                     self.choice.kind,
                     needed_bytes=needed_bytes,
@@ -77,16 +77,22 @@ class Route:
                 f"transport {self.choice.kind} does not work: {reason}; nothing was written; "
                 f"there is no other transport to fall back to"
             )
-        failed = self.choices.pop(0)
-        self.choices[0] = self.choice.after(failed, reason)
-        self.slots.note_failure(failed.name, hellos, reason)
+        self.slots.note_failure(self.choice.name, hellos, reason)
+        self._go_on(reason)
         logger.warning("falling back to %s: %s", self.choice.name, self.choice.reason)
 
-    def _place(self, source: Source) -> int | None:
+    def _go_on(self, reason: str) -> None:
+        failed = self.choices.pop(0)
+        self.choices[0] = self.choice.after(failed, reason)
+
+    def _place(self, source: Source, hellos: Sequence[Hello]) -> int | None:
         """Leave tensors where they lie, if that was chosen; return what slots have to carry."""
         declared, ready = source.declared, source.ready
         if self.choice.is_zero_copy and declared is not None and ready is not None:
-            tensors = ready(0, len(declared))
-            return self.slots.place(declared, tensors, are_known=source.is_known)
+            needed_bytes = self.slots.place(declared, ready(0, len(declared)), hellos=hellos)
+            if needed_bytes is not None:
+                return needed_bytes
+            # Of this source; the next one may be another.
+            self._go_on("no tensor is in memory that can be exported")
         self.slots.unplace()
         return None if declared is None else declared.aligned_bytes

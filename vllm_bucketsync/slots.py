@@ -9,10 +9,10 @@ import torch
 
 from .config import Settings
 from .copies import Places
-from .errors import RegionError
-from .handles import Handle
+from .handles import MAX_REGIONS, Handle
 from .layout import (
     MAX_ENTRIES,
+    MAX_PLACED,
     NOT_PLACED,
     BucketLayout,
     Manifest,
@@ -53,8 +53,7 @@ class Slots:
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
         self._places: dict[int, Places] = {}
-        self._placed_for: Manifest | None = None
-        self._placed_in: torch.Tensor | None = None
+        self._filled_for: tuple[Manifest | None, torch.Tensor | None, Placed | None] = (None,) * 3
         self._has_others = True
         self._blocks = ExportedBlocks(settings.dir)
         self._offsets = b""
@@ -83,25 +82,27 @@ class Slots:
         """Capacity of one slot, also of the last one given back; 0 for references."""
         return self.layout.slot_size_bytes if self._is_memory else 0
 
-    def place(self, manifest: Manifest, tensors: Sequence[torch.Tensor], *, are_known: bool) -> int:
+    def place(
+        self, manifest: Manifest, tensors: Sequence[torch.Tensor], *, hellos: Sequence[Hello]
+    ) -> int | None:
         """Let workers read tensors where they lie, as far as they can.
 
         Args:
             manifest: What they are.
             tensors: All of them.
-            are_known: They are those of the last push, at the same addresses.
+            hellos: The workers, each with the regions that it holds open.
 
         Returns:
-            Bytes, with alignment, of those that have to go through slots all the same.
-
-        Raises:
-            RegionError: None of them can be read where it lies.
+            Bytes, with alignment, of those that have to go through slots all the same;
+            ``None`` if nothing can be read where it lies.
         """
         before = self._blocks.handle
-        places = self._blocks.place(tensors, are_known=are_known)
-        if self._blocks.handle is None:
+        is_open = before is not None and _is_held(before, hellos)
+        places = self._blocks.place(tensors, is_open=is_open)
+        handle = self._blocks.handle
+        if handle is None or len(places) > MAX_PLACED or len(handle.blocks) > MAX_REGIONS:
             self.unplace()
-            raise RegionError("no tensor is in device memory that can be exported")
+            return None
         others = [
             meta.num_bytes
             for meta, place in zip(manifest.metas, places, strict=True)
@@ -151,7 +152,9 @@ class Slots:
             kind, needed_bytes=needed_bytes, hellos=hellos, wish=wish, is_at_once=is_at_once
         )
         if self._blocks.handle is not None:
-            self.placed = Placed(len(self.regions) - 1, self._offsets)
+            found = Placed(len(self.regions) - 1, self._offsets)
+            # The same object for as long as it says the same: what it cost to plan is kept.
+            self.placed = self.placed if self.placed == found else found
 
     def _prepare_region(
         self,
@@ -166,11 +169,12 @@ class Slots:
         if region is None and not self._has_others:
             return
         wanted_bytes = choose_slot_size(self._settings, needed_bytes)
-        if region is not None and kind == self._kind:
-            is_held = all(region.handle.id in hello.regions for hello in hellos)
-            if is_held and wanted_bytes <= self._enough_bytes:
-                self._set_layout(is_at_once=is_at_once)
-                return
+        is_enough = kind == self._kind and wanted_bytes <= self._enough_bytes
+        if region is not None and is_enough and _is_held(region.handle, hellos):
+            # Of an update that failed, copies may still be under way.
+            region.flush(0)
+            self._set_layout(is_at_once=is_at_once)
+            return
         self._release_region()
         self._wanted_bytes = wanted_bytes
         self._region, self.layout, self.num_slots = create_slots(
@@ -211,8 +215,9 @@ class Slots:
                 data = byte_view(tensor)[entry.first_byte : entry.first_byte + entry.num_bytes]
                 self.write(batch, entry.offset_bytes, data)
             return
-        if self._placed_for is not manifest or self._placed_in is not memory:
-            self._placed_for, self._placed_in, self._places = manifest, memory, {}
+        key = (manifest, memory, self.placed)
+        if any(one is not other for one, other in zip(key, self._filled_for, strict=True)):
+            self._filled_for, self._places = key, {}
         places = self._places.get(batch)
         if places is None:
             start = (batch % self.num_slots) * self.layout.slot_size_bytes
@@ -275,15 +280,22 @@ class Slots:
         Returns:
             Whether workers may still have memory of the trainer's mapped.
         """
-        self._release_region()
-        return self.unplace()
+        try:
+            self._release_region()
+        finally:
+            was_shown = self.unplace()
+        return was_shown
 
     def _release_region(self) -> None:
         # First what views it: the memory goes with its last view.
-        self._places, self._placed_for, self._placed_in = {}, None, None
+        self._places, self._filled_for = {}, (None,) * 3
         region, self._region, self._kind = self._region, None, None
         if region is not None:
             region.close()
+
+
+def _is_held(handle: Handle, hellos: Sequence[Hello]) -> bool:
+    return all(handle.id in hello.regions for hello in hellos)
 
 
 def _instances(hellos: Sequence[Hello]) -> frozenset[str]:

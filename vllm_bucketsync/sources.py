@@ -55,14 +55,12 @@ class Source:
         devices: Where they are; empty for a stream, whose tensors nobody has seen yet.
         ready: Returns the tensors from one number to another, checked, where they all
             exist at once and are plain; instead of ``tensors``. ``None`` elsewhere.
-        is_known: They are the very tensors of the last push, at the same addresses.
     """
 
     declared: Manifest | None
     tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
     devices: frozenset[torch.device] = frozenset()
     ready: Callable[[int, int], list[torch.Tensor]] | None = None
-    is_known: bool = False
 
     @property
     def device(self) -> torch.device | None:
@@ -286,7 +284,7 @@ def _declare(
     source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=recall.devices)
     if recall.is_sharded:
         return source
-    return replace(source, ready=ready, is_known=recall.is_known)
+    return replace(source, ready=ready)
 
 
 def _checked_source(

@@ -285,10 +285,16 @@ class WeightSync(Keeper):
 
         Raises:
             EngineBusyError: The engine is at work and did not answer in time.
+            BucketSyncError: A worker could not let go. Nothing was given back here.
         """
         with self._exclusively():
             self._check_ready()
-            self._ask(RELEASE_METHOD)
+            answers = self._ask(RELEASE_METHOD)
+            failed = next((one for one in answers if one.get("error")), None)
+            if failed is not None:
+                # What a worker may still have mapped is not given back.
+                wire = failed["error"]
+                raise from_wire(wire["code"], wire["message"], wire["details"], rank=failed["rank"])
             self._slots.release()
 
     @property
@@ -344,7 +350,9 @@ class WeightSync(Keeper):
         with contextlib.closing(source):
             if not is_dry_run:
                 declared = source.declared
-                self._slots.make_room(None if declared is None else declared.aligned_bytes)
+                if not wish.is_zero_copy:
+                    # What is read where it lies needs no room; the rest is not known yet.
+                    self._slots.make_room(None if declared is None else declared.aligned_bytes)
                 wait_for_trainer(source.devices)
             self._run(sender, asking)
         return sender

@@ -155,13 +155,14 @@ class SeenTensors:
         address = tensor.data_ptr() if has_address else -id(tensor)
         neighbours = self._by_address.setdefault(address, [])
         for other in neighbours:
-            if other is tensor or _show_the_same(other, tensor):
+            if other is tensor or show_the_same(other, tensor):
                 return other
         neighbours.append(tensor)
         return None
 
 
-def _show_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def show_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address show their bytes in the same way."""
     return (
         one.device == other.device
         and one.dtype == other.dtype

@@ -382,6 +382,28 @@ def test_experts_that_a_partial_update_leaves_out_can_still_be_used(world: World
     world.holds(0)
 
 
+@pytest.mark.parametrize("world", ["glm4_moe"], indirect=True)
+@pytest.mark.parametrize("mode", PlanMode)
+def test_weights_stay_where_only_the_live_tensors_of_their_module_come(
+    world: World, mode: PlanMode
+) -> None:
+    gate = world.model.get_submodule("model.layers.1.mlp.gate")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    memory = WeightMemory()
+    for seed in (1, 0):
+        push(world.sink(), world.tensors(0))
+        before = gate.weight.clone()
+        only = {name: world.tensors(seed)[name]}
+
+        push(world.sink("*", memory=memory, mode=mode), only)
+
+        assert torch.equal(gate.weight, before)
+        assert torch.equal(gate.e_score_correction_bias, only[name])
+        mixed = world.outputs()
+        push(world.sink(mode=PlanMode.OFF), {**world.tensors(0), **only})
+        assert world.outputs() == mixed
+
+
 # --- for how long a plan holds ------------------------------------------------
 
 

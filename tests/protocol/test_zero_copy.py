@@ -7,6 +7,7 @@ tested in ``tests/gpu``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.bytes_of import bytes_of
 from support.tensor_samples import bytes_tensor
 from support.thread_engine import ThreadEngine
 
+from vllm_bucketsync.errors import EngineUnreachableError
 from vllm_bucketsync.sync import WeightSync
 
 __all__ = ["device"]
@@ -58,8 +60,8 @@ def test_tensors_are_read_where_they_lie_and_nothing_else_is_made(
     assert (report.transport, report.num_buckets) == ("cuda_ipc", 1)
     assert report.zero_copy_bytes == report.num_bytes == sum(t.nbytes for t in tensors.values())
     assert "where they lie" in report.transport_reason
-    where = {piece.data.data_ptr() for sink in engine.sinks for piece in sink.pieces}
-    assert not where or where <= {t.data_ptr() for t in tensors.values()}
+    where = {address for sink in engine.sinks for address in sink.addresses}
+    assert where == {t.data_ptr() for t in tensors.values()}
 
 
 def test_handles_are_opened_once_taken_again_each_time_and_values_are_new(
@@ -188,3 +190,118 @@ def test_closing_lets_workers_let_go_at_once(device: Device, engine: ThreadEngin
         assert all(worker.memory.regions for worker in engine.workers)
     assert not any(worker.memory.regions for worker in engine.workers)
     assert not any(worker.memory.buckets for worker in engine.workers)
+
+
+def unreachable(request: object) -> NoReturn:
+    raise RuntimeError("nobody is there")
+
+
+def test_what_was_opened_but_not_placed_between_two_pushes_is_not_taken_for_placed(
+    device: Device, engine: ThreadEngine
+) -> None:
+    first, second = model(), model(seed=40)
+    device.know([*first.values(), *second.values()])
+    with WeightSync(engine) as sync:
+        sync.push(first, version=1, zero_copy=True)
+        sync.push(second, version=2, dry_run=True, zero_copy=True)
+        sync.push(second, version=3, zero_copy=True)
+        assert_arrived(engine, second)
+
+
+def test_a_tensor_that_was_replaced_before_a_push_that_failed_is_read_where_it_is(
+    device: Device, engine: ThreadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = model()
+    device.know(list(tensors.values()))
+    with WeightSync(engine) as sync:
+        sync.push(tensors, version=1, zero_copy=True)
+        tensors["b"].data = bytes_tensor(900, seed=50)
+        device.know(list(tensors.values()))
+        with monkeypatch.context() as patch, pytest.raises(EngineUnreachableError):
+            patch.setattr(engine, "update", unreachable)
+            sync.push(tensors, version=2, zero_copy=True)
+        sync.push(tensors, version=3, zero_copy=True)
+        assert_arrived(engine, tensors)
+
+
+@pytest.mark.parametrize("order", [(True, False, True), (False, True, False)])
+def test_with_and_without_zero_copy_by_turns_every_tensor_has_its_own_place(
+    device: Device, engine: ThreadEngine, order: tuple[bool, ...]
+) -> None:
+    hidden = bytes_tensor(300, seed=9)
+    tensors = model() | {"g": hidden, "h": bytes_tensor(77, seed=3)}
+    device.know(list(tensors.values()))
+    device.hidden.add(hidden.data_ptr())
+    with WeightSync(engine, slot_size="64KiB") as sync:
+        for version, zero_copy in enumerate(order * 2):
+            sync.push(tensors, version=version, zero_copy=zero_copy)
+            assert_arrived(engine, tensors)
+
+
+def test_a_state_dict_that_is_made_anew_for_each_push_is_opened_once(
+    device: Device, engine: ThreadEngine
+) -> None:
+    module = torch.nn.Linear(40, 30)
+    device.know([*module.parameters()])
+    with WeightSync(engine) as sync:
+        for version in range(4):
+            with torch.no_grad():
+                module.weight.add_(1)
+            sync.push(module.state_dict(), version=version, zero_copy=True)
+            assert_arrived(engine, module.state_dict())
+    assert device.num_opens == 2 * 2
+
+
+def test_workers_that_are_new_or_have_let_go_are_shown_the_tensors_again(
+    device: Device, engine: ThreadEngine
+) -> None:
+    tensors = model()
+    device.know(list(tensors.values()))
+    with WeightSync(engine) as sync:
+        sync.push(tensors, version=1, zero_copy=True)
+        for worker in engine.workers:
+            worker.memory.release()
+            worker.instance_id += "again"
+        report = sync.push(tensors, version=2, zero_copy=True)
+        assert report.zero_copy_bytes == report.num_bytes
+        assert_arrived(engine, tensors)
+
+
+def test_a_source_without_exportable_tensors_is_no_reason_against_the_next_one(
+    device: Device, engine: ThreadEngine
+) -> None:
+    other, tensors = {"x": bytes_tensor(40, seed=1)}, model()
+    device.know(list(tensors.values()))
+    with WeightSync(engine) as sync:
+        first = sync.push(other, version=1, zero_copy=True)
+        assert (first.transport, first.zero_copy_bytes) == ("cuda_ipc", 0)
+        assert "no tensor is in memory that can be exported" in first.transport_reason
+        report = sync.push(tensors, version=2, zero_copy=True)
+        assert report.zero_copy_bytes == report.num_bytes
+        assert sync.push(tensors, version=3, dry_run=True).zero_copy_bytes == 0
+
+
+def test_the_slots_of_what_is_left_are_kept_between_pushes(
+    device: Device, engine: ThreadEngine
+) -> None:
+    hidden = bytes_tensor(5000, seed=9)
+    tensors = model() | {"g": hidden}
+    device.know(list(tensors.values()))
+    device.hidden.add(hidden.data_ptr())
+    with WeightSync(engine) as sync:
+        handles = set()
+        for version in range(4):
+            sync.push(tensors, version=version, zero_copy=True)
+            assert_arrived(engine, tensors)
+            handles.add(sync._slots.handles)
+    assert len(handles) == 1
+
+
+def test_tensors_without_elements_need_no_slot(device: Device, engine: ThreadEngine) -> None:
+    tensors = model() | {"e": torch.empty(0, 3)}
+    device.know(list(tensors.values()))
+    with WeightSync(engine) as sync:
+        report = sync.push(tensors, version=1, zero_copy=True)
+        assert sync._slots._region is None
+    assert report.zero_copy_bytes == report.num_bytes
+    assert_arrived(engine, tensors)

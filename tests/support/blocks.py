@@ -111,5 +111,4 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(cuda_blocks, "DeviceMemory", made)
     monkeypatch.setattr(cuda_blocks, "_can_be_read_in_place", _is_plain)
     monkeypatch.setattr(cuda_blocks, "index_of", lambda device: 0)
-    monkeypatch.setattr(cuda_blocks, "uuid_of", lambda device: "GPU-0")
     return made

@@ -26,6 +26,7 @@ class KeepingSink:
     Attributes:
         tensors: ``[num_bytes]``, uint8, by name, as far as they came.
         calls: What the receiver called, in order.
+        addresses: Where each piece lay, in order.
     """
 
     def __init__(self, fail_at: Callable[[str, Sequence[Piece]], None] | None = None) -> None:
@@ -34,7 +35,7 @@ class KeepingSink:
         self.tensors: dict[str, torch.Tensor] = {}
         self.manifest: Manifest | None = None
         self.calls: list[str] = []
-        self.pieces: list[Piece] = []
+        self.addresses: list[int] = []
 
     def _note(self, call: str, pieces: Sequence[Piece] = ()) -> None:
         self.calls.append(call)
@@ -51,6 +52,7 @@ class KeepingSink:
     def load(self, bucket: Bucket) -> None:
         self._note("load", bucket.pieces)
         for piece in bucket.pieces:
+            self.addresses.append(piece.data.data_ptr())
             meta = piece.meta
             self.metas[meta.name] = meta
             if meta.name not in self.tensors:

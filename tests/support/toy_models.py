@@ -278,6 +278,28 @@ def _twice(group: Group) -> Loader:
     return load
 
 
+def _viewed(group: Group) -> Loader:
+    """The bits of the source, as integers: values that a cast would not come to."""
+
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        integers = {2: torch.int16, 4: torch.int32}[loaded_weight.itemsize]
+        param.data.copy_(loaded_weight.view(integers))
+
+    return load
+
+
+def _raw(group: Group) -> Loader:
+    """The bytes of the source, where both have the same dtype."""
+
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        if loaded_weight.dtype == param.dtype:
+            param.data.view(torch.uint8).copy_(loaded_weight.view(torch.uint8))
+        else:
+            param.data.copy_(loaded_weight.to(param.dtype))
+
+    return load
+
+
 LOADERS: dict[str, Callable[[Group], Loader]] = {
     "whole": _whole,
     "column": _column,
@@ -290,6 +312,8 @@ LOADERS: dict[str, Callable[[Group], Loader]] = {
     "spread": _spread,
     "computed": _computed,
     "twice": _twice,
+    "viewed": _viewed,
+    "raw": _raw,
 }
 # Those that a plan cannot do.
-BY_LOADERS = {"computed", "twice"}
+BY_LOADERS = {"computed", "twice", "viewed", "raw"}

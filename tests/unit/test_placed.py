@@ -112,7 +112,7 @@ def test_half_an_offset_is_refused() -> None:
 
 def test_handles_of_blocks_survive_the_wire_and_others_do_not() -> None:
     blocks = (CudaBlock(bytes(64), 100), CudaBlock(bytes(range(64)), 28))
-    handle = CudaBlocksHandle(id="i", lease=LEASE, boot_id="b", device_uuid="GPU-0", blocks=blocks)
+    handle = CudaBlocksHandle(id="i", lease=LEASE, boot_id="b", blocks=blocks)
     assert handle.num_bytes == 128
     placed = Placed(0, packed([5]))
     opened = msgspec.structs.replace(OPEN, handles=(handle,), placed=placed)

@@ -28,9 +28,10 @@ from ..errors import (
 from ..handles import CudaBlock, CudaBlocksHandle
 from ..identity import HOST
 from ..layout import ALIGNMENT_BYTES, NOT_PLACED
+from ..looks import Looks
 from . import cuda_runtime
 from .device_memory import DeviceMemory
-from .devices import index_of, uuid_of
+from .devices import index_of
 from .shm import OpenedShm, ShmRegion
 
 
@@ -51,22 +52,27 @@ class ExportedBlocks:
         self._lease: ShmRegion | None = None
         self._blocks: dict[int, tuple[int, CudaBlock]] = {}
         self._places: list[int] = []
+        self._looks = Looks()
         self.handle: CudaBlocksHandle | None = None
 
-    def place(self, tensors: Sequence[torch.Tensor], *, are_known: bool) -> list[int]:
+    def place(self, tensors: Sequence[torch.Tensor], *, is_open: bool) -> list[int]:
         """Export what can be, and say where each tensor lies.
 
         Args:
             tensors: What is to be sent.
-            are_known: They are the same, at the same addresses, as the last time.
+            is_open: Every worker has what was exported last; a new one could not open
+                it any more.
 
         Returns:
             For each its first byte in all allocations together; ``NOT_PLACED`` for one
-            that is not contiguous, or in memory that cannot be exported.
+            that is not contiguous, or in memory that cannot be exported. Meaningless
+            where ``handle`` is ``None`` afterwards: nothing could be.
         """
-        if not (are_known and self.handle is not None and self._is_current()):
+        is_same = len(self._looks) == len(tensors) and self._looks.are_those_of(tensors)
+        if not (is_open and is_same and self._is_current()):
             self.close()
             self._places = self._export(tensors)
+            self._looks = Looks(tensors)
         return self._places
 
     def unlink(self) -> None:
@@ -81,7 +87,7 @@ class ExportedBlocks:
             Whether there was anything to let go of.
         """
         lease, self._lease = self._lease, None
-        self._blocks, self._places, self.handle = {}, [], None
+        self._blocks, self._places, self._looks, self.handle = {}, [], Looks(), None
         if lease is not None:
             lease.close()
         return lease is not None
@@ -113,16 +119,17 @@ class ExportedBlocks:
         )
         if self._blocks:
             self._lease = ShmRegion.create(ALIGNMENT_BYTES, directory=self._directory)
-            device, _ = next(iter(self._blocks.values()))
             self.handle = CudaBlocksHandle(
                 id=self._lease.handle.id,
                 lease=self._lease.handle,
                 boot_id=HOST.boot_id,
-                device_uuid=uuid_of(torch.device("cuda", device)),
                 blocks=tuple(block for _, block in self._blocks.values()),
             )
         return [
-            NOT_PLACED if home is None else starts[home] + tensor.data_ptr() - home
+            # What has no bytes lies anywhere.
+            (0 if not tensor.numel() else NOT_PLACED)
+            if home is None
+            else starts[home] + tensor.data_ptr() - home
             for home, tensor in zip(homes, tensors, strict=True)
         ]
 

@@ -233,6 +233,7 @@ class OpenedCuda:
         memory: DeviceMemory | None = None
         try:
             with _as_region_errors(f"memory of GPU {handle.device_uuid} on {device}"):
+                device = torch.device("cuda", index_of(device))
                 memory = DeviceMemory.open_exported(
                     handle.memory,
                     HEADER_BYTES + handle.num_bytes,

@@ -128,6 +128,10 @@ def _driver() -> Any:
 def _selected(device: int) -> Iterator[Any]:
     cuda = _runtime()
     before = _checked(cuda, "cudaGetDevice", cuda.cudaGetDevice())
+    if before == device:
+        # To select a device makes a context on it, so none is selected in vain.
+        yield cuda
+        return
     _checked(cuda, "cudaSetDevice", cuda.cudaSetDevice(device))
     try:
         yield cuda

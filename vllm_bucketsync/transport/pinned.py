@@ -100,5 +100,7 @@ class HostCopies:
 
     def close(self) -> None:
         """Wait, and unpin. Idempotent."""
-        self.wait()
-        self._pin.undo()
+        try:
+            self.wait()
+        finally:
+            self._pin.undo()

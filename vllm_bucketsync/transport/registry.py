@@ -1,6 +1,6 @@
 """The one place that picks a transport, makes its memory, and opens it.
 
-A new transport adds its file, its handle in ``messages.py``, and a line in each of the
+A new transport adds its file, its handle in ``handles.py``, and a line in each of the
 functions here.
 """
 

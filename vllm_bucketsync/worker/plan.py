@@ -167,9 +167,10 @@ def _unfit(
         module = modules.get(path)
         is_odd = (
             module is None
-            or module not in layerwise.LAYERWISE_INFO
             or compat.is_processed_last(module)
             or compat.keeps_live_tensors(module)
+            # Its weights do not come: scratch of them would hold nothing.
+            or all(copy.is_live for copy in made)
         )
         if is_odd or _has_overlap(made, fills[path]):
             unfit.add(path)

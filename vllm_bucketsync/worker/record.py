@@ -101,6 +101,7 @@ class Recorder(TorchDispatchMode):
         for target in targets:
             self._targets.setdefault(_storage(target.tensor), target)
         self._sources: dict[int, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
         self._derived: dict[int, frozenset[int]] = {}
         # A storage that is gone can give its identity to another.
         self._alive: list[torch.Tensor] = []
@@ -114,6 +115,7 @@ class Recorder(TorchDispatchMode):
     def add_source(self, source: int, tensor: torch.Tensor) -> None:
         """Follow a tensor, which has its storage to itself, as number ``source``."""
         self._sources[_storage(tensor)] = source
+        self._dtypes[source] = tensor.dtype
         self._alive.append(tensor)
 
     def source_of(self, tensor: torch.Tensor) -> int | None:
@@ -156,7 +158,7 @@ class Recorder(TorchDispatchMode):
             raise ShapeError
         source = self._sources.get(_storage(value))
         box = _box(to, target.tensor)
-        if source is not None:
+        if source is not None and self._means_what_it_says(source, value, to, target):
             self.consumed.add(source)
             target.covered.append((box, source))
             self.copies.append(
@@ -176,11 +178,23 @@ class Recorder(TorchDispatchMode):
         # The recorder counts; the storage of a live tensor is left as it is.
         return to if not to.is_meta else func(*args, **kwargs)
 
+    def _means_what_it_says(
+        self, source: int, value: torch.Tensor, to: torch.Tensor, target: Target
+    ) -> bool:
+        """Whether a copy is one of values, and not of bits that are shown as another dtype."""
+        return (
+            value.dtype == self._dtypes[source]
+            and to.dtype == target.tensor.dtype
+            and not (value.is_conj() or value.is_neg())
+        )
+
     def _fill(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         to = args[0]
         target = self._targets.get(_storage(to))
         if target is None:
             return func(*args, **kwargs)
+        if to.dtype != target.tensor.dtype:
+            return self._compute(func, args, kwargs)
         value = float(args[1]) if len(args) > 1 else 0.0
         box = _box(to, target.tensor)
         target.filled.append(box)
@@ -242,8 +256,18 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _box(tensor: torch.Tensor, base: torch.Tensor | None = None) -> Box:
+    if base is not None and tensor.itemsize != base.itemsize:
+        tensor = _shown_as(tensor, base)
     first = 0 if base is None else base.storage_offset()
     return Box(int(tensor.storage_offset()) - int(first), tuple(tensor.shape), tensor.stride())
+
+
+def _shown_as(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes as elements of ``base``'s dtype; all of it where that cannot be."""
+    try:
+        return tensor.view(base.dtype)
+    except RuntimeError:
+        return base
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
