@@ -387,7 +387,7 @@ def test_experts_that_a_partial_update_leaves_out_can_still_be_used(world: World
 def test_weights_stay_where_only_the_live_tensors_of_their_module_come(
     world: World, mode: PlanMode
 ) -> None:
-    gate = world.model.get_submodule("model.layers.1.mlp.gate")
+    gate: Any = world.model.get_submodule("model.layers.1.mlp.gate")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     memory = WeightMemory()
     for seed in (1, 0):
