@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .clients.base import PauseMode
 from .errors import ConfigError, utf8
 from .handles import MAX_SHORT_CHARS
-from .messages import MAX_ADAPTER_NAME_CHARS, MAX_PATTERNS, MAX_VERSION_CHARS
+from .messages import MAX_PATTERNS, MAX_VERSION_CHARS
 
 
 def check_patterns(partial: Sequence[str]) -> tuple[str, ...]:
@@ -41,21 +41,6 @@ def check_version(version: int | str) -> str:
             f"version has {len(text)} characters; at most {MAX_VERSION_CHARS} are allowed"
         )
     return text
-
-
-def check_name(name: str) -> str:
-    """Return an adapter's name, or raise ``ConfigError`` where requests could not have it."""
-    if not isinstance(name, str) or not name.isprintable() or utf8(name) != name or not name:
-        raise ConfigError(
-            f"the adapter's name is {name!r}; expected a str of printable characters, as "
-            f"requests are to have it"
-        )
-    if len(name) > MAX_ADAPTER_NAME_CHARS:
-        raise ConfigError(
-            f"the adapter's name has {len(name)} characters; at most {MAX_ADAPTER_NAME_CHARS} are "
-            f"allowed"
-        )
-    return name
 
 
 def check_pause(pause: str) -> PauseMode:

@@ -140,20 +140,16 @@ class _Metrics:
     def note(self, results: list[dict[str, Any]], *, version: str | None, seconds: float) -> None:
         """Take note of an update's outcome, as the workers returned it."""
         self.seconds.observe(seconds)
-        is_good = verdict(results) is EngineState.COMMITTED
+        state = verdict(results)
+        is_good = state is EngineState.COMMITTED
         (self.updates if is_good else self.failures).inc()
         if is_good:
             self.bytes.inc(results[0]["num_bytes"])
             self.tensors.inc(results[0]["num_tensors"])
             with contextlib.suppress(ValueError, TypeError):
                 self.version.set(float(version))  # type: ignore[arg-type]
-        self.torn.set(
-            any(
-                one.get("is_torn") or one.get("state") == EngineState.TORN
-                for one in results
-                if isinstance(one, dict)
-            )
-        )
+        said = [one for one in results if isinstance(one, dict)]
+        self.torn.set(state is EngineState.TORN or any(one.get("is_torn") for one in said))
 
 
 @functools.cache
@@ -194,7 +190,9 @@ async def update(request: Request) -> Any:
     state = _state(request)
     body = await _body(request, _Update)
     _require_extension(state)
-    refusal = None if body.adapter is None else state.names.refusal(body.adapter)
+    refusal = None
+    if body.adapter is not None:
+        refusal = state.names.refusal(body.adapter, version=body.version)
     if refusal is not None:
         return _typed(refusal)
     answer = await _seen_through(state, _run(state, body))
@@ -236,13 +234,20 @@ def _typed(error: BucketSyncError) -> JSONResponse:
 
 
 async def _remove(state: _State, body: _Remove) -> list[Any]:
-    """Take the name away first, so that no new request comes for it."""
+    """Take the name away first, so that no new request comes for it.
+
+    It comes back unless every worker says that the adapter is gone: nobody could ask again
+    for one that has no name.
+    """
     known = state.names.forget(body.name)
+    is_gone = False
     try:
-        return await online.remove_adapter(state.engine, body.name, timeout_s=body.timeout_s)
-    except ChannelTimeoutError:
-        state.names.restore(body.name, known)
-        raise
+        results = await online.remove_adapter(state.engine, body.name, timeout_s=body.timeout_s)
+        is_gone = all(isinstance(one, dict) and one.get("error") is None for one in results)
+    finally:
+        if not is_gone:
+            state.names.restore(body.name, known)
+    return results
 
 
 async def _run(state: _State, body: _Update) -> UpdateAnswer:
@@ -264,9 +269,17 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
     if body.pause is not None:
         seconds = time.monotonic() - begin_s
         state.metrics.note(answer.results, version=request.weight_version, seconds=seconds)
-        if body.adapter is not None and verdict(answer.results) is EngineState.COMMITTED:
+        if body.adapter is not None and _have(answer.results, body.adapter):
             state.names.register(body.adapter)
     return answer
+
+
+def _have(results: list[Any], adapter: AdapterSpec) -> bool:
+    """Return whether every worker has an adapter now: this one, whatever else was offered."""
+    return verdict(results) is EngineState.COMMITTED and all(
+        (one.get("adapter"), one.get("lora_path")) == (adapter.name, adapter.lora_path)
+        for one in results
+    )
 
 
 @router.post("/status")

@@ -153,7 +153,8 @@ def update(worker: Worker, offer: object) -> Result:
 
     Returns:
         Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``,
-        ``was_torn``, ``is_torn``, ``num_tensors``, ``num_bytes``, ``error``.
+        ``was_torn``, ``is_torn``, ``num_tensors``, ``num_bytes``, ``error``, and of the
+        adapter that was offered ``adapter`` (its name) and ``lora_path``.
     """
     receiver = Receiver(
         memory=worker.memory,
@@ -319,6 +320,7 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         worker.num_failures += 1
         logger.error("update failed, engine is %s: %s", receiver.state, receiver.error.message)
     wire = receiver.error
+    adapter = None if opened is None else opened.adapter
     return {
         "ok": wire is None,
         "state": None if receiver.state is None else str(receiver.state),
@@ -329,6 +331,8 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         "is_torn": worker.memory.is_torn,
         "num_tensors": receiver.num_tensors,
         "num_bytes": receiver.num_bytes,
+        "adapter": None if adapter is None else adapter.name,
+        "lora_path": None if adapter is None else adapter.lora_path,
         "error": None if wire is None else _error(wire.code, wire.message, wire.details),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .adapters import is_ours
+from .adapters import check_spec, is_ours
 from .errors import AdapterError
 from .messages import AdapterSpec
 
@@ -29,8 +29,12 @@ class Names:
         found: dict[str, Any] = getattr(self._models, "lora_requests", {})
         return found
 
-    def refusal(self, adapter: AdapterSpec) -> AdapterError | None:
+    def refusal(self, adapter: AdapterSpec, *, version: str) -> AdapterError | None:
         """Return why requests could not have an adapter's name, or ``None`` where they could."""
+        try:
+            check_spec(adapter, version=version)
+        except AdapterError as error:
+            return error
         other = self._requests.get(adapter.name)
         if not hasattr(self._models, "lora_requests"):
             why = "this server keeps no names of adapters"

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .adapters import spec_of
-from .arguments import check_name, check_patterns, check_pause, check_version, is_count
+from .adapters import check_name, spec_of
+from .arguments import check_patterns, check_pause, check_version, is_count
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
@@ -168,7 +168,8 @@ class WeightSync(Keeper):
                 have, and PEFT's config; or the folder of a saved adapter.
             name: What requests call it.
             version: Your name for this version of it.
-            adapter_name: Which adapter of a PEFT model; left out, the active one.
+            adapter_name: Which adapter of a PEFT model; left out, the active one. Of nothing
+                else: a pair or a folder is one adapter.
             partial: Patterns (as in ``fnmatch``) of the adapter's module names for which
                 the engine may have no place.
             rename: See ``push``.

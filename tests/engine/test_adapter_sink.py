@@ -6,12 +6,14 @@ The sink is driven through one bucket that is poisoned after every load.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -265,3 +267,22 @@ def test_a_config_that_is_none_is_refused(llm: Any) -> None:
         )
         with pytest.raises(AdapterConfigError, match="PEFT's LoraConfig"):
             sink_of(engines.worker_of(llm), offer).open(None)
+
+
+def test_a_number_or_path_that_is_not_the_name_s_own_is_refused_and_nothing_is_touched(
+    llm: Any,
+) -> None:
+    worker = engines.worker_of(llm)
+    before = set(adapters.manager_of(llm).list_adapters())
+    good, own = opened(), spec_of("policy", version="1", config=json.dumps(CONFIG))
+    for change in (
+        {"lora_int_id": 1},
+        {"lora_path": "some-org/some-repo"},
+        {"lora_path": "bucketsync://policy@2"},
+    ):
+        spec = msgspec.structs.replace(own, **change)
+        offer = msgspec.structs.replace(good, adapter=spec)
+        with pytest.raises(AdapterError, match="let push_lora make them") as caught:
+            push(sink_of(worker, offer), tensors_of(1))
+        assert caught.value.adapter == "policy"
+    assert set(adapters.manager_of(llm).list_adapters()) == before

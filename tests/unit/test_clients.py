@@ -237,6 +237,16 @@ def test_an_engine_that_was_not_committed_goes_on_if_it_is_whole(
     assert server.asked[2:] == ["/pause?mode=wait", UPDATE] + ["/resume"] * goes_on
 
 
+def test_caches_of_an_engine_in_development_mode_go_with_the_first_worker_that_has_committed(
+    server: Server, engine: HttpEngine
+) -> None:
+    server.answers[UPDATE] = (200, {"results": [COMMITTED, {"state": "unchanged"}]})
+
+    engine.update(request())
+
+    assert server.asked[2:] == ["/pause?mode=wait", UPDATE, *FINISH[:3]]
+
+
 def test_an_engine_that_cannot_be_paused_is_let_go_on(server: Server, engine: HttpEngine) -> None:
     server.answers["/pause"] = (500, {"error": "no"})
 
@@ -353,6 +363,7 @@ class FakeLlm:
         self.world_size = 2 - is_in_process
         self.worker_extension_cls = extension
         self.resets_prefix_cache = True
+        self.results = [COMMITTED]
         if is_in_process:
             self.driver_worker = object()
             self.model_executor = self
@@ -362,7 +373,7 @@ class FakeLlm:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
-        return [COMMITTED]
+        return self.results
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         self.calls.append("prefix")
@@ -413,6 +424,28 @@ def test_an_llm_that_cannot_be_updated_says_why() -> None:
     assert not connect(stuck)[0].update(request()).drops_caches
 
 
+UNCHANGED = COMMITTED | {"state": "unchanged"}
+
+
+@pytest.mark.parametrize(
+    ("results", "dropped"),
+    [
+        ([COMMITTED, UNCHANGED], ["prefix", "mm", "encoder"]),
+        ([COMMITTED, None], ["prefix", "mm", "encoder"]),
+        ([UNCHANGED, UNCHANGED], []),
+    ],
+)
+def test_caches_go_as_soon_as_one_worker_has_what_is_new_and_the_version_stays(
+    results: list[Any], dropped: list[str]
+) -> None:
+    llm = FakeLlm()
+    llm.results = results
+
+    connect(llm)[0].update(request())
+
+    assert llm.calls[1:] == dropped
+
+
 def test_an_engine_holds_what_all_of_its_workers_hold_or_is_torn_or_unknown() -> None:
     def of(*states: str | None) -> str:
         return verdict([{"state": state} for state in states])
@@ -420,7 +453,8 @@ def test_an_engine_holds_what_all_of_its_workers_hold_or_is_torn_or_unknown() ->
     assert of("committed", "committed") == "committed"
     assert of("unchanged") == "unchanged"
     assert of("committed", "torn") == of("torn", "unchanged") == "torn"
-    assert of() == of(None) == of("committed", "unchanged") == of("committed", None) == "unknown"
+    assert of("committed", "unchanged") == of("unchanged", None, "committed") == "torn"
+    assert of() == of(None) == of("unchanged", None) == of("committed", None) == "unknown"
     assert verdict([None, "boom"]) == "unknown"
 
 

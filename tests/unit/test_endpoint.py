@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY
 
+from vllm_bucketsync.adapters import id_of, spec_of
 from vllm_bucketsync.endpoint import MAX_BODY_BYTES, Endpoint
 from vllm_bucketsync.messages import PROTOCOL_VERSION
 from vllm_bucketsync.served_names import Names
@@ -370,7 +372,8 @@ def test_every_replica_is_heard_and_one_that_is_torn_keeps_the_engine_paused(
     assert server.get("info").json()["num_workers"] == 4
     assert server.post("update", json=UPDATE).json()["results"] == [GOOD, GOOD, GOOD, TORN]
     rpc = ("collective_rpc", "update_weights_from_bucket", None, (OFFER,), None)
-    assert engine.asked == ["pause wait", rpc]
+    # What the good ones answered with their old weights is gone, and no version is right.
+    assert engine.asked == ["pause wait", rpc, *FINISH[:3]]
     assert len(server.post("status").json()["results"]) == 4
 
 
@@ -409,8 +412,13 @@ def test_what_vllm_raised_is_told_and_the_next_good_update_lets_the_engine_go_on
     assert found == [(502, False), (502, True), (200, True), (200, True), (200, False)]
 
 
-SPEC = {"name": "policy", "lora_int_id": 1 << 30, "lora_path": "bucketsync://policy@17"}
+SPEC: dict[str, Any] = {
+    "name": "policy",
+    "lora_int_id": id_of("policy"),
+    "lora_path": "bucketsync://policy@17",
+}
 ADAPTER = UPDATE | {"adapter": SPEC}
+HAVE = GOOD | {"adapter": SPEC["name"], "lora_path": SPEC["lora_path"]}
 LORA_CALL = ("update_lora_from_bucket", OFFER)
 REMOVED = [{"rank": 0, "dp_index": 0, "was_held": True, "error": None}]
 
@@ -441,7 +449,7 @@ def requests_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_adapter_gets_its_name_once_every_worker_has_it(
     server: TestClient, engine: FakeEngineClient, models: FakeModels
 ) -> None:
-    for results, names in (([GOOD, TORN], []), ([GOOD, GOOD], ["policy"])):
+    for results, names in (([HAVE, TORN], []), ([HAVE, HAVE], ["policy"])):
         engine.results, engine.asked = results, []
         before = metric("version")
 
@@ -455,6 +463,50 @@ def test_an_adapter_gets_its_name_once_every_worker_has_it(
     found = models.lora_requests["policy"]
     assert (found.lora_name, found.lora_int_id, found.lora_path) == tuple(SPEC.values())
     assert engine.asked[2:] == ["prefix True", "mm", "encoder", "resume"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [GOOD, HAVE | {"adapter": "other"}, HAVE | {"lora_path": "bucketsync://policy@18"}],
+)
+def test_an_adapter_that_is_not_the_one_that_workers_took_gets_no_name(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels, other: dict[str, Any]
+) -> None:
+    engine.results = [HAVE, other]
+
+    assert server.post("update", json=ADAPTER).status_code == 200
+
+    assert models.lora_requests == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lora_int_id": 1},
+        {"lora_path": "some-org/some-repo"},
+        {"lora_path": "bucketsync://policy@18"},
+        {"name": "two\nlines"},
+    ],
+)
+def test_an_adapter_with_the_number_or_path_of_something_else_is_refused(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels, change: dict[str, Any]
+) -> None:
+    answer = server.post("update", json=UPDATE | {"adapter": SPEC | change})
+
+    assert (answer.status_code, answer.json()["detail"]["code"]) == (422, "adapter")
+    assert (engine.asked, models.lora_requests) == ([], {})
+
+
+def test_an_adapter_that_one_rank_has_not_taken_leaves_the_engine_paused_without_caches(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels
+) -> None:
+    engine.results = [HAVE, {"ok": False, "state": "unchanged"}]
+
+    server.post("update", json=ADAPTER)
+
+    assert engine.asked == ["pause wait", LORA_CALL, *FINISH[:3]]
+    assert models.lora_requests == {}
+    assert metric("torn") == 1
 
 
 def test_a_dry_run_of_an_adapter_names_nothing(
@@ -473,11 +525,13 @@ def test_a_name_that_stands_for_something_else_is_refused_before_workers_are_ask
 ) -> None:
     models.lora_requests["disk"] = SimpleNamespace(lora_path="/adapters/disk")
     for name in ("base", "disk"):
-        answer = server.post("update", json=UPDATE | {"adapter": SPEC | {"name": name}})
+        spec = msgspec.to_builtins(spec_of(name, version="17"))
+        answer = server.post("update", json=UPDATE | {"adapter": spec})
 
         assert answer.status_code == 422
         detail = answer.json()["detail"]
         assert (detail["code"], detail["details"]["adapter"]) == ("adapter", name)
+        assert "cannot be served" in detail["message"]
     server.app.state.bucketsync.names = Names(None)  # type: ignore[attr-defined]
     assert server.post("update", json=ADAPTER).json()["detail"]["code"] == "adapter"
     assert engine.asked == []
@@ -486,6 +540,7 @@ def test_a_name_that_stands_for_something_else_is_refused_before_workers_are_ask
 def test_an_adapter_that_is_removed_loses_its_name_before_workers_are_asked(
     server: TestClient, engine: FakeEngineClient, models: FakeModels
 ) -> None:
+    engine.results = [HAVE, HAVE]
     server.post("update", json=ADAPTER)
     engine.results, engine.asked = REMOVED, []
     seen = []
@@ -505,9 +560,36 @@ def test_an_adapter_that_is_removed_loses_its_name_before_workers_are_asked(
     assert list(models.lora_requests) == ["disk"]
 
 
+@pytest.mark.parametrize(
+    "results",
+    [
+        [*REMOVED, REMOVED[0] | {"error": {"code": "busy"}}],
+        [None],
+        RuntimeError("a worker is gone"),
+    ],
+)
+def test_an_adapter_that_may_still_be_there_keeps_its_name(
+    server: TestClient, engine: FakeEngineClient, models: FakeModels, results: Any
+) -> None:
+    engine.results = [HAVE, HAVE]
+    server.post("update", json=ADAPTER)
+
+    async def answer(method: str, args: tuple[Any, ...] = ()) -> Any:
+        if isinstance(results, Exception):
+            raise results
+        return results
+
+    engine.collective_rpc = answer  # type: ignore[method-assign]
+    answered = server.post("remove_lora", json={"name": "policy"})
+
+    assert answered.status_code == (502 if isinstance(results, Exception) else 200)
+    assert list(models.lora_requests) == ["policy"]
+
+
 def test_an_adapter_whose_requests_do_not_end_keeps_its_name(
     server: TestClient, engine: FakeEngineClient, models: FakeModels
 ) -> None:
+    engine.results = [HAVE, HAVE]
     server.post("update", json=ADAPTER)
     engine.asked = []
 

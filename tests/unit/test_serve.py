@@ -18,8 +18,9 @@ from support.stepping import byte_pairs, commands_of, manifest_of, shm_slots
 from support.thread_engine import KeepingSink, ThreadEngine
 
 from vllm_bucketsync import __version__, link, serve
+from vllm_bucketsync.adapters import spec_of
 from vllm_bucketsync.errors import EngineState, PeerLostError
-from vllm_bucketsync.messages import PROTOCOL_VERSION, Abort, Command, Hello, Reply
+from vllm_bucketsync.messages import PROTOCOL_VERSION, Abort, Command, Hello, Open, Reply
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sync import WeightSync
 
@@ -88,6 +89,8 @@ def test_an_update_that_works_says_so_and_is_counted(slots: Slots) -> None:
         "is_torn": False,
         "num_tensors": 2,
         "num_bytes": 1000,
+        "adapter": None,
+        "lora_path": None,
         "error": None,
     }
     after = plain(serve.status(worker))
@@ -108,6 +111,22 @@ def test_an_update_that_works_says_so_and_is_counted(slots: Slots) -> None:
         }.items()
     )
     assert after["region_bytes"] > 0
+    worker.memory.release()
+
+
+def test_an_update_of_an_adapter_says_which(slots: Slots) -> None:
+    opened, *rest = commands_of(slots, byte_pairs(300), version="7")
+    assert isinstance(opened, Open)
+    opened = msgspec.structs.replace(
+        opened, kind="adapter", adapter=spec_of("policy", version="7", config="{}")
+    )
+    worker = worker_of()
+
+    result = run(worker, [opened, *rest])
+
+    assert result["state"] == "committed"
+    assert (result["adapter"], result["lora_path"]) == ("policy", "bucketsync://policy@7")
+    assert result["version"] is None
     worker.memory.release()
 
 

@@ -134,9 +134,16 @@ def verdict(results: Sequence[Any]) -> EngineState:
     """Return what an engine holds, as its workers' results say."""
     states = {result.get("state") if isinstance(result, dict) else None for result in results}
     known = {state for state in EngineState if state in states}
-    if EngineState.TORN in known:
+    # Where some have committed and some have not, the engine holds both.
+    if EngineState.TORN in known or known >= {EngineState.COMMITTED, EngineState.UNCHANGED}:
         return EngineState.TORN
     return known.pop() if len(known) == len(states) == 1 else EngineState.UNKNOWN
+
+
+def has_committed(results: Sequence[Any]) -> bool:
+    """Return whether a worker has what is new, so that caches may know what is old."""
+    said = [result for result in results if isinstance(result, dict)]
+    return any(result.get("state") == EngineState.COMMITTED for result in said)
 
 
 def may_resume(

@@ -27,6 +27,7 @@ from .base import (
     OwnPause,
     UpdateAnswer,
     UpdateRequest,
+    has_committed,
     may_resume,
     verdict,
     without_extension,
@@ -214,7 +215,10 @@ class _DevelopmentRoutes:
                     state = EngineState.UNCHANGED
                 raise
             state = verdict(results)
-            drops_caches = state is not EngineState.COMMITTED or self._finish(request.version)
+            is_new = state is EngineState.COMMITTED
+            drops_caches = not has_committed(results) or self._finish(
+                request.version if is_new else None
+            )
         finally:
             resume_torn = request.resume_torn
             if may_resume(state, results, was_paused=was_paused, resume_torn=resume_torn):
@@ -241,7 +245,7 @@ class _DevelopmentRoutes:
         answer = self._http.ask("POST", "/collective_rpc", json=body, timeout=None)
         return list(answer.json().get("results", []))
 
-    def _finish(self, version: str) -> bool:
+    def _finish(self, version: str | None) -> bool:
         params = {"reset_running_requests": "true"}
         answer = self._http.ask("POST", "/reset_prefix_cache", params=params)
         # Older servers answer without a body.
@@ -249,8 +253,9 @@ class _DevelopmentRoutes:
         missing = (httpx.codes.NOT_FOUND,)
         self._http.ask("POST", "/reset_mm_cache")
         self._http.ask("POST", "/reset_encoder_cache", allowed=missing)
-        body = {"new_version": version}
-        self._http.ask("POST", "/update_weight_version", json=body, allowed=missing)
+        if version is not None:
+            body = {"new_version": version}
+            self._http.ask("POST", "/update_weight_version", json=body, allowed=missing)
         return is_empty
 
 

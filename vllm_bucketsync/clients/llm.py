@@ -9,6 +9,7 @@ from .base import (
     REMOVE_METHOD,
     UpdateAnswer,
     UpdateRequest,
+    has_committed,
     verdict,
     without_extension,
 )
@@ -48,13 +49,14 @@ class LlmEngine:
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """See ``Engine``. An ``LLM`` runs requests only while it is asked to: no pause."""
         results = list(self._llm.collective_rpc(request.method, args=(request.offer,)))
-        if verdict(results) is not EngineState.COMMITTED:
+        if not has_committed(results):
             return UpdateAnswer(results=results)
         engine = self._llm.llm_engine
         drops_caches = bool(engine.reset_prefix_cache(reset_running_requests=True))
         engine.reset_mm_cache()
         engine.reset_encoder_cache()
-        if request.weight_version is not None and hasattr(engine, "set_weight_version"):
+        is_new = verdict(results) is EngineState.COMMITTED and request.weight_version is not None
+        if is_new and hasattr(engine, "set_weight_version"):
             engine.set_weight_version(request.weight_version)
         return UpdateAnswer(results=results, drops_caches=drops_caches)
 

@@ -18,6 +18,7 @@ from .base import (
     PauseMode,
     UpdateAnswer,
     UpdateRequest,
+    has_committed,
     may_resume,
     verdict,
     without_method,
@@ -53,8 +54,9 @@ async def update(engine: Any, request: UpdateRequest, *, pause: OwnPause) -> Upd
                 state = EngineState.UNCHANGED
             raise
         state = verdict(results)
-        drops_caches = state is not EngineState.COMMITTED or await finish(
-            engine, request.weight_version
+        is_new = state is EngineState.COMMITTED
+        drops_caches = not has_committed(results) or await finish(
+            engine, request.weight_version if is_new else None
         )
     finally:
         resume_torn = request.resume_torn

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...adapters import check_spec
 from ...errors import AdapterConfigError, AdapterError, AdapterTensorError, EngineState
 from ...layout import Manifest, TensorMeta, aligned
 from ...messages import Open
@@ -53,6 +54,7 @@ class AdapterSink:
             EngineAsleepError: The engine's weights are asleep.
             EngineBusyError: vLLM's own weight update is open.
         """
+        check_spec(self._spec, version=self._opened.version)
         self._refuse_unfit()
         self._shelf = shelf_of(self._worker)
         self._helper = read_config(
