@@ -95,18 +95,22 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
     names = Names(rename)
     metas: list[TensorMeta] = []
     places: list[_Place] = []
-    added: dict[int, list[Any]] = {}
+    # By position: a tensor may be replaced before it is sent.
+    added: list[list[Callable[[], torch.Tensor]]] = []
+    positions: dict[int, int] = {}
     devices: set[torch.device] = set()
     seen = SeenTensors()
     for place in _walk(model, "", ()):
         tensor = check_sendable(place.name, place.table[place.leaf])
         twin = seen.add(tensor)
-        # Tied tensors are one, and get what was learned for any of their names.
-        added.setdefault(id(tensor if twin is None else twin), []).extend(_adding(place))
         if twin is None:
+            positions[id(tensor)] = len(places)
+            added.append([])
             metas.append(describe(names.take(place.name), tensor, is_buffer=place.is_buffer))
             places.append(place)
             devices.add(tensor.device)
+        # Tied tensors are one, and get what was learned for any of their names.
+        added[positions[id(tensor if twin is None else twin)]].extend(_adding(place))
     fetch = partial(_merged, places, added)
     return declare(metas, fetch, what="PEFT model", devices=devices)
 
@@ -203,10 +207,9 @@ def _sum(tensor: torch.Tensor, terms: list[Callable[[], torch.Tensor]]) -> torch
 
 
 def _merged(
-    places: list[_Place], added: Mapping[int, list[Callable[[], torch.Tensor]]]
+    places: list[_Place], added: list[list[Callable[[], torch.Tensor]]]
 ) -> Iterator[object]:
-    for place in places:
+    for place, terms in zip(places, added, strict=True):
         # Looked up anew: a trainer may replace a parameter after it was declared.
         tensor = place.table.get(place.leaf)
-        terms = added.get(id(tensor), []) if tensor is not None else []
         yield _sum(tensor, terms) if tensor is not None and terms else tensor

@@ -120,6 +120,24 @@ def test_a_sum_is_made_when_it_is_asked_for_and_not_before() -> None:
     assert torch.equal(found, base)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_a_parameter_that_was_replaced_since_is_merged_all_the_same(is_tied: bool) -> None:
+    # Of tied tensors the first name is sent, and the second one has the adapter.
+    model = trained(is_tied=is_tied, target_modules=["head"])
+    inner = model.base_model.model
+    new = nn.Parameter(torch.randn(10, 4))
+    source = open_merged(model)
+    if is_tied:
+        inner.embed.weight = new
+    inner.head.base_layer.weight = new
+
+    found = sent(source)
+
+    name = "embed.weight" if is_tied else "head.weight"
+    assert found[name] == bytes_of(new + inner.head.get_delta_weight("default"))
+
+
 def test_dora_is_refused_with_what_to_do() -> None:
     model = trained(target_modules=["q_proj"], use_dora=True)
 
