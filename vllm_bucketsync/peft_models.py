@@ -8,12 +8,12 @@ adapter's name and without what trainers wrap models in.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from .errors import AdapterConfigError, SourceError
+from .errors import AdapterConfigError, ConfigError, SourceError
 from .messages import MAX_CONFIG_CHARS
 from .sources import Source, open_source
 
@@ -36,17 +36,25 @@ def open_adapter(
         given: A PEFT model; a pair of tensors (anything that ``open_source`` takes) and
             PEFT's config (a mapping, or an object with ``to_dict``); or the folder of a
             saved adapter.
-        adapter_name: Which adapter of a PEFT model; its active one where ``None``.
+        adapter_name: Which adapter of a PEFT model; its active one where ``None``. Of
+            nothing else.
         rename: See ``open_source``.
 
     Returns:
         The source, and the config as JSON.
 
     Raises:
+        ConfigError: ``adapter_name`` came with what is one adapter.
         SourceError: It is none of these, or holds no tensors.
         AdapterConfigError: It is an adapter of another kind than LoRA.
     """
     tensors: object
+    if adapter_name is not None and isinstance(given, str | Path | Sequence):
+        kind = "folder" if isinstance(given, str | Path) else "pair of tensors and config"
+        raise ConfigError(
+            f"adapter_name is {adapter_name!r}, and a {kind} was given, which is one adapter; "
+            f"it picks one of a PEFT model's; leave it out; name= is what requests call it"
+        )
     match given:
         case (tensors, config):
             pass

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from support.bytes_of import bytes_of
 from torch import nn
 
-from vllm_bucketsync.errors import AdapterConfigError, SourceError
+from vllm_bucketsync.errors import AdapterConfigError, ConfigError, SourceError
 from vllm_bucketsync.messages import MAX_CONFIG_CHARS
 from vllm_bucketsync.peft_models import active_adapter, config_text, open_adapter, peft_model
 
@@ -116,6 +116,12 @@ def test_a_pair_and_a_folder_are_adapters_too(tmp_path: Path) -> None:
     ):
         assert sent(source) == expected
     assert json.loads(open_adapter(tmp_path)[1]) == json.loads(config)
+
+
+@pytest.mark.parametrize("given", [({"a": torch.ones(1)}, {"r": 1}), "/nowhere", Path("/nowhere")])
+def test_what_is_one_adapter_has_none_to_pick(given: object) -> None:
+    with pytest.raises(ConfigError, match="is one adapter; it picks one of a PEFT model's"):
+        open_adapter(given, adapter_name="policy")
 
 
 def test_a_config_is_written_as_peft_writes_it() -> None:
