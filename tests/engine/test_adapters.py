@@ -1,7 +1,7 @@
 """Adapters that are pushed into a running engine do what the same adapters on disk do.
 
 The oracle is an engine that was started from the base weights and read the adapter, as PEFT
-saved it, from a folder. Prefix caching is off here; ``test_adapters_processes.py`` has it on.
+saved it, from a folder. Prefix caching is off here; ``test_adapters_online.py`` has it on.
 """
 
 from __future__ import annotations
