@@ -177,7 +177,8 @@ class Sender:
         late = ", ".join(str(peer) for peer in self.peers.values() if not self._is_on_time(peer))
         match self.phase:
             case Phase.GREETING:
-                return f"{len(self.peers)} of {self.num_workers} workers said hello; the rest"
+                missing = self.num_workers - len(self.peers)
+                return f"{missing} of {self.num_workers} workers that have not said hello"
             case Phase.STREAMING if self.packing is not None:
                 return f"{self.packing.describe()}, acknowledgement from {late}"
             case _:

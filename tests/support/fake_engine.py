@@ -152,8 +152,7 @@ def _answer(worker: serve.Worker, method: str, args: Sequence[Any]) -> Any:
                 "fds": len(list(Path("/proc/self/fd").iterdir())),
                 "rss_kib": _rss_kib(),
                 "mapped": Path("/proc/self/maps").read_text().count(".seg"),
-                "free_bytes": _free_bytes(worker.device),
-            }
+            } | _device_memory(worker.device)
     raise ValueError(method)
 
 
@@ -161,8 +160,9 @@ def _never() -> None:
     raise RuntimeError("this device has no ipc_collect")
 
 
-def _free_bytes(device: str) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else 0
+def _device_memory(device: str) -> dict[str, int]:
+    is_gpu = device.startswith("cuda")
+    return {"free_bytes": torch.cuda.mem_get_info(device)[0]} if is_gpu else {}
 
 
 def _rss_kib() -> int:

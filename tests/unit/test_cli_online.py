@@ -325,13 +325,21 @@ def test_a_hangup_that_is_ignored_stays_ignored(fake: Fake, push: list[str]) -> 
         signal.signal(signal.SIGHUP, previous)
 
 
-def test_status_shows_every_worker(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.workers = [STATUS, STATUS | {"engine": 1, "dp_index": 2, "version": None}]
+def test_status_shows_every_worker(
+    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    adapters = [{"name": "policy", "version": "7"}, {"name": "judge", "version": "1"}]
+    fake.workers = [
+        STATUS | {"transport": "cuda_ipc", "adapters": adapters},
+        STATUS | {"engine": 1, "dp_index": 2, "version": None, "transport": None},
+    ]
 
     assert cli.main(["status", "--url", URL, "--url", "http://other"]) == ExitCode.OK
     assert fake.made["engine"] == [URL, "http://other"]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "0", "0", "4711", "cpu", "step-1", "whole", "3", "1"] in rows
+    first = ["0", "0", "0", "4711", "cpu", "step-1", "whole", "3", "1"]
+    assert [*first, "cuda_ipc", "policy@7,", "judge@1"] in rows
     assert ["1", "2", "0", "4711", "cpu", "initial", "whole", "3", "1"] in rows
 
 

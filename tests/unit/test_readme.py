@@ -90,7 +90,7 @@ def test_a_program_uses_what_there_is_as_it_is_meant(
     monkeypatch.setattr(vllm_bucketsync, "WeightSync", double)
     for module in ("peft", "transformers", "vllm"):
         monkeypatch.setitem(sys.modules, module, mock.MagicMock())
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "__main__"}
 
     exec(program, names)  # noqa: S102 - README's own
     if "train" in names:

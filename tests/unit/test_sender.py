@@ -772,9 +772,9 @@ def test_a_dry_run_ends_when_every_worker_is_ready_with_nothing_made_or_consumed
 def test_what_is_waited_for_names_bucket_tensor_rank_and_pid() -> None:
     trainer = Trainer(num_slots=1)
     sender = trainer.sender
-    assert sender.waiting_for() == "0 of 2 workers said hello; the rest"
+    assert sender.waiting_for() == "2 of 2 workers that have not said hello"
     trainer.greet(1)
-    assert sender.waiting_for() == "1 of 2 workers said hello; the rest"
+    assert sender.waiting_for() == "1 of 2 workers that have not said hello"
     trainer.greet(0)
     trainer.exhaust()
     trainer.reply(Ready(), 0)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 _STATUS_HEADINGS = (
     *("engine", "replica", "rank", "pid", "device"),
-    *("version", "state", "updates", "failures"),
+    *("version", "state", "updates", "failures", "transport", "adapters"),
 )
 
 
@@ -23,7 +23,11 @@ def report_table(report: Mapping[str, Any]) -> Table:
     """
     is_dry_run = bool(report.get("is_dry_run"))
     what = "The dry run of" if is_dry_run else "The push of"
-    table = Table(title=escape(f"{what} {report['version']!r}"), show_header=False)
+    name = report.get("name")
+    thing = f"{report['version']!r}" if name is None else f"{name!r}, version {report['version']!r}"
+    table = Table(title=escape(f"{what} {thing}"), show_header=False)
+    if name is not None and not is_dry_run:
+        table.add_row("requests name it", escape(f'"model": "{name}"'))
     for engine in report.get("engines", ()):
         table.add_row("engine", escape(engine))
     table.add_row("bytes", f"{report['num_bytes']:,}")
@@ -66,5 +70,12 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             "[red]torn[/red]" if worker["is_torn"] else "whole",
             str(worker["num_updates"]),
             str(worker["num_failures"]),
+            worker.get("transport") or "",
+            escape(", ".join(f"{one['name']}@{one['version']}" for one in _adapters(worker))),
         )
     return table
+
+
+def _adapters(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = worker.get("adapters") or ()
+    return found

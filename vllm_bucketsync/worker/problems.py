@@ -61,7 +61,9 @@ def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
         texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
     message = f"{texts[0]}; {state}"
     if len(texts) > 1:
-        message = "\n  ".join([f"{len(problems)} problems; {state}:", *texts])
+        # The search ends there, where it is a dry run.
+        count = f"at least {MAX_PROBLEMS}" if len(problems) == MAX_PROBLEMS else len(problems)
+        message = "\n  ".join([f"{count} problems; {state}:", *texts])
     if issubclass(first.cls, TensorMismatchError):
         raise first.cls(
             message, name=first.name, problems=texts, expected=first.expected, got=first.got
