@@ -27,6 +27,7 @@ from vllm_bucketsync import (
     SourceError,
     WeightSync,
 )
+from vllm_bucketsync.worker import compat
 
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 SEEDS = (1, 2, 3)
@@ -281,11 +282,11 @@ REFUSED: dict[str, tuple[type[AdapterError], Change, dict[str, Any], dict[str, A
         {"rank_pattern": {"q_proj(": 2}},
         {"setting": "config"},
     ),
-    "what vLLM alone refuses": (
+    "numbers that are none": (
         AdapterConfigError,
         lambda t: t,
-        {"init_lora_weights": "pissa"},
-        {"setting": "config"},
+        {"lora_alpha": math.nan},
+        {"setting": "config", "rank": 0},
     ),
     "a prefix that matches nothing": (
         AdapterModuleError,
@@ -423,10 +424,20 @@ def test_a_request_for_an_adapter_that_is_gone_ends_neither_the_engine_nor_other
     other = sync.push_lora(peft_model(2), name="other", version=1)
     assert sync.remove_lora("gone")
 
-    outputs = outputs_of(stage.llm, gone.lora_request())
+    def is_answered_with_nan() -> bool:
+        outputs = outputs_of(stage.llm, gone.lora_request())
+        return all(math.isnan(logprob) for answer in outputs for _, logprob in answer)
 
-    assert all(math.isnan(logprob) for answer in outputs for _, logprob in answer)
+    assert is_answered_with_nan()
     assert stage.says(other) == 2
+    # It answers for a name, and goes with it: the base model's answers are nobody else's.
+    assert not sync.remove_lora("gone")
+    assert gone.lora_int_id not in adapters.manager_of(stage.llm).list_adapters()
+    assert stage.says(None) == 0
+    assert is_answered_with_nan()
+    sync.push(tiny_models.checkpoint_tensors("qwen3", seed=0), version="same")
+    assert stage.says(None) == 0
+    assert is_answered_with_nan()
     again = sync.push_lora(peft_model(3), name="gone", version=2)
     assert [stage.says(one) for one in (again, gone, other)] == [3, 3, 2]
 
@@ -456,6 +467,58 @@ def test_a_commit_that_vllm_refuses_leaves_the_old_adapter_and_the_next_one_work
     assert stage.says(sync.push_lora(peft_model(2), name="policy", version=3)) == 2
 
 
+def test_a_copy_to_the_device_that_fails_late_leaves_the_old_adapter(
+    stage: Stage, sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = sync.push_lora(peft_model(1), name="policy", version=1)
+    late = iter([RuntimeError("an illegal address")])
+
+    def synchronise(_: object) -> None:
+        for error in late:
+            raise error
+
+    monkeypatch.setattr(compat, "synchronise", synchronise)
+    with pytest.raises(RemoteError, match="an illegal address") as caught:
+        sync.push_lora(peft_model(2), name="policy", version=2)
+
+    assert caught.value.engine_state == "unchanged"
+    assert stage.says(old) == 1
+    assert sync.status()[0]["adapters"][0]["version"] == "1"
+
+
+def test_a_request_for_an_evicted_adapter_takes_the_oldest_pin_where_everything_is_pinned(
+    stage: Stage, sync: WeightSync, caplog: pytest.LogCaptureFixture
+) -> None:
+    evicted, older, newer = (
+        sync.push_lora(peft_model(seed), name=f"policy-{seed}", version=1) for seed in SEEDS
+    )
+    for report in (newer, older):
+        stage.llm.llm_engine.pin_lora(report.lora_int_id)
+    assert [stage.says(one) for one in (older, newer)] == [2, 3]
+
+    def pinned() -> list[str]:
+        return [one["name"] for one in sync.status()[0]["adapters"] if one["is_pinned"]]
+
+    assert pinned() == ["policy-2", "policy-3"]
+    assert stage.says(evicted) == 1
+    assert pinned() == ["policy-3"]
+    assert f"adapter {older.lora_int_id} loses its pin" in caplog.text
+
+    # A batch that asks for both of the others at once has them both.
+    requests = [older.lora_request(), evicted.lora_request()]
+    prompts = engines.PROMPTS[:2]
+    answers = outputs_of(stage.llm, requests, prompts=prompts)
+    assert [tokens(one) for one in answers] == [
+        tokens(outputs_of(stage.llm, request, prompts=[prompt])[0])
+        for request, prompt in zip(requests, prompts, strict=True)
+    ]
+    assert pinned() == []
+
+
+def tokens(answer: list[tuple[int, float]]) -> list[int]:
+    return [token for token, _ in answer]
+
+
 def test_nothing_is_left_in_a_slot_that_nobody_has(stage: Stage, sync: WeightSync) -> None:
     manager = adapters.manager_of(stage.llm)
 
@@ -480,6 +543,12 @@ def test_nothing_is_left_in_a_slot_that_nobody_has(stage: Stage, sync: WeightSyn
     second = sync.push_lora(peft_model(3), name="second", version=2)
     assert (filled(), manager.lora_index_to_id[0]) == ([True, False], second.lora_int_id)
     assert stage.says(second) == 3
+
+    # vLLM's own adapters go with the old base weights, out of their slots as well.
+    outputs_of(stage.llm, from_disk(stage.folders[1], 5))
+    assert filled() == [True, True]
+    sync.push(tiny_models.checkpoint_tensors("qwen3", seed=0), version="same")
+    assert (filled(), manager.lora_index_to_id[0]) == ([True, False], second.lora_int_id)
 
 
 def test_scales_that_differ_by_module_are_those_of_the_config(

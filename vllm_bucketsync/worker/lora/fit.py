@@ -23,6 +23,8 @@ from .places import Place, places_of
 
 MAX_NAMED = 20
 _NOTHING = "nothing was changed"
+_SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+_OTHER = {one: other for a, b in _SIDES for one, other in ((a, b), (b, a))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +154,7 @@ def _pairs(
 def _check_pair(pair: _Pair, place: Place, helper: Any, problems: _Problems) -> None:
     if pair.a is None or pair.b is None:
         known, lacking = ("lora_B", "lora_A") if pair.a is None else ("lora_A", "lora_B")
-        name = pair.metas[0].name.replace("_B", "_A") if pair.a is None else ""
-        name = name or pair.metas[0].name.replace("_A", "_B")
+        name = ".".join(_OTHER.get(part, part) for part in pair.metas[0].name.split("."))
         advice = f"its {known} came, and is worth nothing without {lacking}; send both"
         problems.add(name, expected=f"a {lacking}", got="nothing", advice=advice)
         return

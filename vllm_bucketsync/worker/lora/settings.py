@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.lora.peft_helper import PEFTHelper
 
@@ -21,7 +22,15 @@ _PLAIN: dict[str, tuple[object, str]] = {
     "lora_bias": (False, "train without biases, or push merged weights with push(…, merge=True)"),
     "modules_to_save": (None, "push merged weights with push(…, merge=True)"),
     "trainable_token_indices": (None, "push merged weights with push(…, merge=True)"),
+    # Only newer vLLM refuses these itself; the others would compute something else.
+    "alora_invocation_tokens": (None, "train without aLoRA: vLLM would apply it to every token"),
+    "layer_replication": (None, "train without it: the engine's model has each layer once"),
+    "use_bdlora": (None, "train without BD-LoRA"),
+    "use_qalora": (False, "train without QA-LoRA"),
 }
+# With these, the base weights stay as they were. All others that PEFT has (PiSSA, OLoRA, CorDA,
+# LoftQ, LoRA-GA) take from the trainer's base weights what they put in the adapter.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 
 
 def read_config(text: str, *, lora_config: Any, adapter: str) -> PEFTHelper:
@@ -41,6 +50,8 @@ def read_config(text: str, *, lora_config: Any, adapter: str) -> PEFTHelper:
         # PEFT writes None, [] and {} for what is not used.
         if found != expected and not (not expected and not found):
             raise _refused(adapter, setting, expected=expected, found=found, advice=advice)
+    _check_start(config, adapter)
+    _check_numbers(config, adapter)
     _check_rank(config, lora_config, adapter)
     known = {field.name for field in fields(PEFTHelper)}
     for setting in ("rank_pattern", "alpha_pattern"):
@@ -66,7 +77,7 @@ def read_config(text: str, *, lora_config: Any, adapter: str) -> PEFTHelper:
 
 def _parsed(text: str, adapter: str) -> dict[str, Any]:
     try:
-        config = json.loads(text)
+        config = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _refused(
             adapter, "config", expected="JSON", found=str(error), advice="send PEFT's LoraConfig"
@@ -77,12 +88,58 @@ def _parsed(text: str, adapter: str) -> dict[str, Any]:
     return config
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_start(config: Mapping[str, Any], adapter: str) -> None:
+    found = config.get("init_lora_weights")
+    if isinstance(found, str) and found.lower() not in _PLAIN_STARTS:
+        raise _refused(
+            adapter,
+            "init_lora_weights",
+            expected=f"true, false or one of {', '.join(_PLAIN_STARTS)}",
+            found=found,
+            advice="it changes the base weights: convert the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion, or set it to true if the engine's base "
+            "weights are the changed ones",
+        )
+
+
+def _check_numbers(config: Mapping[str, Any], adapter: str) -> None:
+    """Refuse scales that vLLM would compute something else with, or NaN."""
+    alphas = {"lora_alpha": config.get("lora_alpha")} | _pattern(config, "alpha_pattern", adapter)
+    for setting, alpha in alphas.items():
+        if not _is_finite(alpha):
+            advice = "train with a number"
+            raise _refused(adapter, setting, expected="a finite number", found=alpha, advice=advice)
+    found = config.get("use_rslora")
+    if not isinstance(found, bool | None):
+        advice = "send PEFT's LoraConfig"
+        raise _refused(adapter, "use_rslora", expected="true or false", found=found, advice=advice)
+
+
+def _pattern(config: Mapping[str, Any], setting: str, adapter: str) -> dict[str, Any]:
+    """Return the values of a setting by module, each under its own name for messages."""
+    found = config.get(setting) or {}
+    if not isinstance(found, dict):
+        advice = "send PEFT's LoraConfig"
+        raise _refused(adapter, setting, expected="a mapping", found=found, advice=advice)
+    return {f"{setting}[{pattern!r}]": value for pattern, value in found.items()}
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _check_rank(config: Mapping[str, Any], lora_config: Any, adapter: str) -> None:
     limit = int(lora_config.max_lora_rank)
-    patterns = config.get("rank_pattern") or {}
-    ranks = {"r": config.get("r")}
-    if isinstance(patterns, dict):
-        ranks |= {f"rank_pattern[{pattern!r}]": rank for pattern, rank in patterns.items()}
+    ranks = {"r": config.get("r")} | _pattern(config, "rank_pattern", adapter)
     for setting, rank in ranks.items():
         is_rank = isinstance(rank, int) and not isinstance(rank, bool)
         if not is_rank or not 0 < int(rank or 0) <= limit:

@@ -4,24 +4,24 @@ vLLM changes the tensors that it is given (it multiplies ``lora_B`` by the adapt
 and forgets an adapter whenever it needs room, falls deeply asleep, or gets new weights. It
 then asks its ``_load_adapter`` for it again, from inside a forward pass, where a failure
 ends the engine. So that method answers for our adapters from here, on the manager's
-instance; for any other path it does what it did.
+instance, and what asks it makes room first; for any other path they do what they did.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...adapters import is_ours
+from ...adapters import id_of, is_ours
 from ...errors import AdapterCapacityError, AdapterError
 from ...messages import AdapterSpec
 from .. import compat
 from .places import is_head, nan_head
-from .swap import check_room, pins_of, swap, take_out
+from .swap import check_room, empty_all, make_room, pins_of, swap, take_out
 
 logger = logging.getLogger(__name__)
 
@@ -159,12 +159,16 @@ class Shelf:
         for number in found:
             take_out(self._manager, number, may_write=not is_asleep)
             del self._kept[number]
+        stand_in = id_of(name)
+        if stand_in in self._missing:
+            take_out(self._manager, stand_in, may_write=not is_asleep)
+            self._missing.discard(stand_in)
         return bool(found)
 
     def restore(self, *, forget: Callable[[], object] | None = None) -> int:
         """Put the adapters that vLLM had in its caches there again, from their copies.
 
-        Every slot is filled anew. Adapters that were not pushed are dropped: vLLM loads
+        Every slot is emptied or filled anew. Adapters that were not pushed are dropped: vLLM loads
         them again when they are next asked for.
 
         Args:
@@ -178,6 +182,7 @@ class Shelf:
         before = [(number, pins_of(manager, number)) for number in manager.list_adapters()]
         (manager.remove_all_adapters if forget is None else forget)()
         self._missing.clear()
+        empty_all(manager)
         for number, pins in before:
             kept = self._kept.get(number)
             if kept is None:
@@ -254,7 +259,27 @@ def shelf_of(worker: Any) -> Shelf:
         owner._load_adapter = lambda request: (
             model_for(request) if is_ours(request.lora_path) else load(request)
         )
+        _make_room_first(owner)
     return shelf
+
+
+def _make_room_first(owner: Any) -> None:
+    """Let no pin stand in the way of a request for one of our adapters."""
+    add, apply = owner.add_adapter, owner._apply_adapters
+
+    def add_adapter(request: Any) -> Any:
+        if is_ours(request.lora_path):
+            make_room(owner._adapter_manager, {request.lora_int_id})
+        return add(request)
+
+    def apply_adapters(requests: Collection[Any]) -> Any:
+        # All of a batch at once: one must not push out another.
+        if any(request and is_ours(request.lora_path) for request in requests):
+            wanted = {request.lora_int_id for request in requests if request}
+            make_room(owner._adapter_manager, wanted)
+        return apply(requests)
+
+    owner.add_adapter, owner._apply_adapters = add_adapter, apply_adapters
 
 
 def find_shelf(worker: Any) -> Shelf | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import AdapterCapacityError
+from .. import compat
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,35 @@ def check_room(manager: Any, lora_int_id: int, *, adapter: str) -> None:
             )
 
 
+def make_room(manager: Any, wanted: Collection[int]) -> None:
+    """Take pins away until adapters that are asked for together fit beside the others.
+
+    vLLM evicts nothing that is pinned, and fails inside a forward pass where it would have
+    to: the engine ends. The adapter that was used longest ago loses its pin first.
+
+    Args:
+        manager: vLLM's ``LRUCacheLoRAModelManager``.
+        wanted: Their numbers. They keep their own pins.
+    """
+    caches = (
+        ("--max-cpu-loras", manager._registered_adapters, int(manager.capacity)),
+        ("--max-loras", manager._active_adapters, int(manager.lora_slots)),
+    )
+    for setting, cache, limit in caches:
+        pinned = [one for one in cache.order if one in cache.pinned_items and one not in wanted]
+        for number in pinned[: max(0, len(pinned) + len(wanted) - limit)]:
+            logger.error(
+                "adapter %d loses its pin: a request wants %s, and too many of the %d places of %s "
+                "are pinned; pin fewer adapters, or start the engine with a higher %s",
+                number,
+                sorted(wanted),
+                limit,
+                setting,
+                setting,
+            )
+            cache.pinned_items.discard(number)
+
+
 def swap(manager: Any, model: Any, *, pins: Pins | None = None) -> None:
     """Put an adapter in the place of the one with its number, active and as pinned as it was.
 
@@ -108,6 +139,16 @@ def take_out(manager: Any, lora_int_id: int, *, may_write: bool = True) -> None:
         _empty(manager, slot)
 
 
+def empty_all(manager: Any) -> None:
+    """Remove the weights from every slot of a manager that has no adapter.
+
+    Args:
+        manager: vLLM's ``LRUCacheLoRAModelManager``.
+    """
+    for slot in range(int(manager.lora_slots)):
+        _empty(manager, slot)
+
+
 def _put(manager: Any, model: Any, pins: Pins) -> None:
     number = model.id
     before = _slot_of(manager, number)
@@ -123,6 +164,8 @@ def _put(manager: Any, model: Any, pins: Pins) -> None:
         manager._registered_adapters.pin(number)
     if pins.is_active:
         manager._active_adapters.pin(number)
+    # A copy to the device that fails does so here, while the old adapter is at hand.
+    compat.synchronise(manager.device)
 
 
 def _slot_of(manager: Any, lora_int_id: int) -> int | None:
