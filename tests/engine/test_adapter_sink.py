@@ -37,7 +37,8 @@ from vllm_bucketsync.adapters import id_of, spec_of
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.messages import Open
 from vllm_bucketsync.sinks import Bucket, Piece
-from vllm_bucketsync.worker.lora import shelf, sleeps
+from vllm_bucketsync.worker import sleeps
+from vllm_bucketsync.worker.lora import shelf
 from vllm_bucketsync.worker.lora.sink import AdapterSink, in_host_memory, parts_of_one_copy
 from vllm_bucketsync.worker.weights import WeightSink
 

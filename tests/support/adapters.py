@@ -19,7 +19,7 @@ from support.pushes import push
 from vllm_bucketsync.adapters import spec_of
 from vllm_bucketsync.layout import BucketLayout
 from vllm_bucketsync.messages import Open
-from vllm_bucketsync.worker.lora import sleeps
+from vllm_bucketsync.worker import sleeps
 from vllm_bucketsync.worker.lora.sink import AdapterSink
 
 Outputs = list[list[tuple[int, float]]]

@@ -2,11 +2,12 @@
 
 vLLM adds the class to its worker's bases: methods come after vLLM's own, ``__init__`` is
 never called, and a name that vLLM has too is refused at start. Hence the prefix on every
-name, and state that is made on first use.
+name that is not vLLM's own hook, and state that is made on first use.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from ..config import PlanMode
 from ..errors import UnsupportedError
 from ..transport.devices import uuid_of
 from . import guards, sleeps
-from .lora import sleeps as adapter_sleeps
 from .lora.shelf import find_shelf, shelf_of
 from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from ..messages import Open
     from ..sinks import Sink
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerExtension:
@@ -37,12 +39,19 @@ class WorkerExtension:
 
     device: torch.device  # set by the worker
 
+    def init_worker_extension(self) -> None:
+        """Begin to watch sleeps. vLLM calls it from 0.33 on, before it loads the model."""
+        try:
+            sleeps.watch(self)
+        # It would end the start of the engine; our first RPC says what is wrong.
+        except Exception:
+            logger.exception("sleeps are not watched before the first call")
+
     @cached_property
     def _bucketsync_worker(self) -> serve.Worker:
         worker: Any = self
         memory = WeightMemory()
-        sleeps.watch(worker)
-        watched = adapter_sleeps.watch(worker)
+        watched = sleeps.watch(worker)
         if worker.vllm_config.lora_config is not None:
             # From now on: a request may be older than this worker, and name one of ours.
             shelf_of(worker)

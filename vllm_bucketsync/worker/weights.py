@@ -19,11 +19,10 @@ from ..errors import EngineState
 from ..layout import Manifest
 from ..messages import LoadSplit
 from ..sinks import Bucket, Piece, SinkReport
-from . import caches, compat, guards, layerwise, problems
+from . import caches, compat, guards, layerwise, problems, sleeps
 from .completeness import Waiver
 from .dryrun import DryRunResult, dry_run
 from .loaders import Loaders
-from .lora import sleeps
 from .memory import WeightMemory
 from .record import LoadRecord
 from .replay import Replay

@@ -1,6 +1,5 @@
 """Adapters from memory: checked, kept, and swapped into vLLM's own LoRA manager.
 
 ``sink`` runs one update; ``settings`` and ``fit`` refuse what cannot work; ``places`` tells
-where adapters go; ``shelf`` keeps pristine copies; ``swap`` changes vLLM's manager;
-``sleeps`` knows what was lost.
+where adapters go; ``shelf`` keeps pristine copies; ``swap`` changes vLLM's manager.
 """

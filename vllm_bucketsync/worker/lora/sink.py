@@ -14,10 +14,10 @@ from ...layout import Manifest, TensorMeta, aligned
 from ...messages import Open
 from ...sinks import Bucket, Piece, SinkReport
 from .. import compat, guards
+from ..sleeps import Sleeps
 from .fit import Fit, check_fit
 from .settings import read_config
 from .shelf import Kept, Shelf, shelf_of
-from .sleeps import Sleeps
 
 
 class AdapterSink:
@@ -119,7 +119,6 @@ class AdapterSink:
         kept, model = self._built
         with compat.engine_context(self._worker.vllm_config):
             self._shelf_here.put(kept, model)
-        compat.synchronise(self._worker.device)
         return SinkReport(
             cloned_bytes=kept.num_bytes,
             skipped=self._fit.skipped,
