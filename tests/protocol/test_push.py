@@ -492,7 +492,7 @@ def test_fewer_workers_than_expected_is_an_error_that_says_so() -> None:
     engine = ThreadEngine()
     with (
         WeightSync(engine, expected_workers=2, connect_timeout_s=0.5) as sync,
-        pytest.raises(ChannelTimeoutError, match="1 of 2 workers that have not said hello") as caught,
+        pytest.raises(ChannelTimeoutError, match="1 of 2 workers that have not") as caught,
     ):
         sync.push({"a": torch.ones(1)}, version=1)
 
