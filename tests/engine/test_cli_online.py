@@ -92,7 +92,7 @@ def test_an_interrupted_push_says_what_the_engine_holds_and_traffic_goes_on(
         "    print('standing still', flush=True)\n"
         "    time.sleep(60)\n"
         "    yield from tensors\n"
-        "opened, sync.open_source = sync.open_source, slowly\n"
+        "opened, sync.open_weights = sync.open_weights, slowly\n"
         "sys.exit(cli.main())"
     )
     with subprocess.Popen(

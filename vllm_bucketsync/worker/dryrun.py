@@ -67,7 +67,8 @@ def dry_run(worker: Any, manifest: Manifest, *, partial: Sequence[str] = ()) -> 
             result = run.result()
         finally:
             put_back(model)
-    if not compat.can_plan():
+    if not compat.can_plan() or result.record.unverified:
+        # A loader that raised leaves a traceback, which holds on to tensors as well.
         return result
     # Now only: until here, vLLM keeps what its loaders were given.
     impure = result.record.impure | run.retained()
