@@ -150,6 +150,12 @@ def _wait(
     return asked.result or []
 
 
+def has_failed(answer: UpdateAnswer | None) -> bool:
+    """Return whether a worker says that it did not take part."""
+    results = [] if answer is None else answer.results
+    return any(isinstance(result, dict) and result.get("ok") is False for result in results)
+
+
 def early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseException:
     """Return why a call ended before the update did."""
     if isinstance(error, BucketSyncError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .asking import UpdateCall, early_end
-from .clients.base import Engine, UpdateAnswer
+from .asking import UpdateCall, early_end, has_failed
+from .clients.base import Engine
 from .errors import BucketSyncError, EngineBusyError, EngineState, EngineUnreachableError
 from .sender import Sender
 
@@ -55,9 +55,3 @@ def after_commit(error: BucketSyncError) -> BucketSyncError:
     """Say in an error that the new weights are in use all the same."""
     error.engine_state = EngineState.COMMITTED
     return error
-
-
-def has_failed(answer: UpdateAnswer | None) -> bool:
-    """Return whether a worker says that it did not take part."""
-    results = [] if answer is None else answer.results
-    return any(isinstance(result, dict) and result.get("ok") is False for result in results)

@@ -104,9 +104,11 @@ class Sender:
 
     def has_ended_on(self, engine: int) -> bool:
         """Return whether every worker of one engine has come and ended."""
-        peers = self._peers_of(engine)
-        is_complete = len(peers) == self.update.num_workers[engine]
-        return is_complete and all(peer.has_ended for peer in peers)
+        return self.has_all_of(engine) and all(p.has_ended for p in self._peers_of(engine))
+
+    def has_all_of(self, engine: int) -> bool:
+        """Return whether every worker of one engine has come."""
+        return len(self._peers_of(engine)) == self.update.num_workers[engine]
 
     def _peers_of(self, engine: int) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.hello.engine == engine]

@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Sequence
 
-from .asking import Asking, Progress, RpcCall, UpdateCall, early_end
+from .asking import Asking, Progress, RpcCall, UpdateCall, early_end, has_failed
 from .channel import Event, Listener, Lost
 from .clients.base import Engine, UpdateAnswer
 from .config import Settings
@@ -31,6 +31,8 @@ WATCH_S = 0.05
 ABORT_TIMEOUT_S = 30.0
 # For workers to answer the abort of an update that is given up.
 DRAIN_TIMEOUT_S = 2.0
+# For the last words of workers whose RPC has returned: on a busy machine they are late.
+LAST_WORDS_TIMEOUT_S = 5.0
 # For the RPC to return after the last worker's last message.
 RETURN_TIMEOUT_S = 30.0
 
@@ -176,6 +178,7 @@ class _Run:
         self._calls = calls
         self._watch = _Watch(sender, settings)
         self._unreachable: dict[bytes, PeerLostError] = {}
+        self._done_since_s: dict[int, float] = {}
 
     def step(self) -> None:
         """Send what can be sent, then take one message, or see why none comes.
@@ -248,11 +251,19 @@ class _Run:
             self._sender.lose(key, lost)
         for index in done:
             call = self._calls[index]
-            if not self._sender.has_ended_on(index):
+            if not self._sender.has_ended_on(index) and not self._may_still_speak(index):
                 self._sender.fail(early_end(call.result, call.error))
                 if self._sender.phase is Phase.COMMITTING:
                     self._give_up("the engine's call ended")
         self._watch.check()
+
+    def _may_still_speak(self, index: int) -> bool:
+        """Whether the workers of an engine, all of which came, are well and not heard yet."""
+        call = self._calls[index]
+        if call.error is not None or has_failed(call.result) or not self._sender.has_all_of(index):
+            return False
+        since_s = self._done_since_s.setdefault(index, time.monotonic())
+        return time.monotonic() - since_s < LAST_WORDS_TIMEOUT_S
 
     def _give_up(self, reason: str) -> None:
         for key, peer in self._sender.peers.items():

@@ -19,9 +19,10 @@ import torch
 import zmq
 from support.thread_engine import ThreadEngine
 
+from vllm_bucketsync.channel import Listener, Received
 from vllm_bucketsync.errors import ChannelTimeoutError, ConfigError
 from vllm_bucketsync.identity import HOST
-from vllm_bucketsync.messages import PROTOCOL_VERSION, Hello, encode
+from vllm_bucketsync.messages import PROTOCOL_VERSION, Done, Hello, decode_reply, encode
 from vllm_bucketsync.sync import WeightSync
 
 TENSORS = {"a": torch.arange(1000.0), "b": torch.ones(3)}
@@ -256,3 +257,28 @@ def test_a_version_that_is_no_text_is_refused_before_anything_begins(is_in_proce
     with WeightSync(engine) as sync, pytest.raises(ConfigError, match="UTF-8"):
         sync.push(TENSORS, version="\ud800")
     assert engine.sinks == []
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_what_a_worker_says_last_may_come_after_its_call_has_returned(
+    late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = Listener.receive
+    held: list[tuple[float, Any]] = []
+
+    def late(self: Listener, timeout_s: float) -> Any:
+        if held and time.monotonic() >= held[0][0]:
+            return held.pop()[1]
+        event = receive(self, timeout_s)
+        if isinstance(event, Received) and isinstance(decode_reply(event.data), Done):
+            held.append((time.monotonic() + late_s, event))
+            return None
+        # That it is gone is known later still.
+        return None if held else event
+
+    monkeypatch.setattr(Listener, "receive", late)
+    engine = ThreadEngine()
+    with WeightSync(engine) as sync:
+        report = sync.push({"a": torch.ones(3)}, version=1)
+    assert report.num_workers == 1
+    engine.close()
