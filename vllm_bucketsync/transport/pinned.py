@@ -16,6 +16,7 @@ import torch
 
 from ..errors import BucketSyncError
 from . import cuda_runtime
+from .devices import index_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Pin:
             device: A GPU that copies from or to it; the others may, too.
         """
         address, num_bytes = data.data_ptr(), data.numel()
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = index_of(device)
         try:
             cuda_runtime.register_host(address, num_bytes, device=index)
         except BucketSyncError as error:
