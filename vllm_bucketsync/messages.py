@@ -17,7 +17,7 @@ from .handles import MAX_REGIONS, Count, Handle, ShortText, Text
 from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, Placed, TensorMeta
 
 # Raised with every change of a message that an older end would misread.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # Fits MAX_METAS metas with names of MAX_NAME_BYTES.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_METAS = 8192

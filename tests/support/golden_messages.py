@@ -1,4 +1,4 @@
-"""One message of each kind, and the bytes that it has been since protocol 2.
+"""One message of each kind, and the bytes that it has been since protocol 3.
 
 Recorded once, never computed: whoever changes the wire changes ``PROTOCOL_VERSION``.
 """
