@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from .clients.base import PauseMode
 from .errors import ConfigError, utf8
@@ -41,6 +42,18 @@ def check_version(version: int | str) -> str:
             f"version has {len(text)} characters; at most {MAX_VERSION_CHARS} are allowed"
         )
     return text
+
+
+def check_trace(path: str | Path | None) -> Path | None:
+    """Return where a trace is to be written, or raise ``ConfigError`` where it cannot be."""
+    if path is None:
+        return None
+    found = Path(path).expanduser()
+    if found.is_dir() or not found.parent.is_dir():
+        raise ConfigError(
+            f"trace is {str(path)!r}; expected a file in a folder that is there; nothing was sent"
+        )
+    return found
 
 
 def check_pause(pause: str) -> PauseMode:

@@ -15,6 +15,7 @@ import msgspec
 from .errors import EngineState, RemoteProtocolError
 from .handles import MAX_REGIONS, Count, Handle, ShortText, Text
 from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, Placed, TensorMeta
+from .timeline import MAX_SPANS, Span
 
 # Raised with every change of a message that an older end would misread.
 PROTOCOL_VERSION = 3
@@ -27,6 +28,7 @@ MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTER_ID = (1 << 31) - 1
 MAX_NOTES = 64
 MAX_PATTERNS = 1024
+MAX_STAGES = 64
 MAX_TENSORS = 1 << 26
 MAX_VERSION_CHARS = 256
 
@@ -140,6 +142,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
         partial: Patterns of parameter names that may be left without a value; of an
             adapter's module names that may go nowhere.
         adapter: What the adapter is; ``None`` for any other kind.
+        is_traced: The report is to say when each thing happened.
     """
 
     update_id: ShortText
@@ -156,6 +159,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     placed: Placed | None = None
     partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
     adapter: AdapterSpec | None = None
+    is_traced: bool = False
 
 
 class Metas(Command, frozen=True, kw_only=True, tag="metas"):
@@ -275,16 +279,17 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
         cloned_bytes: Bytes that had to be copied aside while loading.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
-        load_s: Seconds spent in the sink.
-        wait_s: Seconds spent waiting for the sender.
+        stages_ms: What each stage took in all, in milliseconds; ``waiting`` is for the
+            sender. Stages lie one behind the other, kinds of spans within them.
+        spans: When each stage and span was, where that was asked for.
     """
 
     split: LoadSplit = LoadSplit()
     cloned_bytes: Count = 0
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
     notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
-    load_s: float = 0.0
-    wait_s: float = 0.0
+    stages_ms: Annotated[dict[ShortText, float], msgspec.Meta(max_length=MAX_STAGES)] = {}
+    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=2 * MAX_SPANS)] = ()
 
 
 class Abort(Command, frozen=True, kw_only=True, tag="abort"):

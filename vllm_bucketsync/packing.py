@@ -16,6 +16,7 @@ from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
 from .slots import Slots
 from .sources import Source, byte_view
+from .timeline import Timeline
 
 
 class Packing:
@@ -27,7 +28,14 @@ class Packing:
         num_bytes: Bytes of those tensors.
     """
 
-    def __init__(self, source: Source, *, manifest: Manifest | None, slots: Slots) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        manifest: Manifest | None,
+        slots: Slots,
+        timeline: Timeline | None = None,
+    ) -> None:
         """Begin with an empty bucket.
 
         Args:
@@ -35,10 +43,13 @@ class Packing:
             manifest: What both ends already know of them: all of it for a declared
                 source, what the last stream was for another, or nothing.
             slots: The shared memory to pack into.
+            timeline: Where it is kept when each bucket was packed.
         """
         self._source = source
         self._manifest = manifest
         self._slots = slots
+        self._timeline = Timeline() if timeline is None else timeline
+        self._begin_ns = 0
         self._is_planned = manifest is not None
         self._sent: list[TensorMeta] = []
         self._entries: list[Entry] = []
@@ -59,11 +70,12 @@ class Packing:
         Raises:
             SourceError: The source is not what it declared, or cannot be sent.
         """
+        self._begin_ns = self._timeline.now()
         if self._source.ready is not None and self._manifest is not None:
             yield from self._ready_batches(self._source.ready, self._manifest, num_acks)
             return
         planner = BucketPlanner(self._slots.layout)
-        for meta, tensor in self._source.tensors:
+        for meta, tensor in self._timed(self._source.tensors):
             commands = self._note(meta)
             if commands:
                 yield commands
@@ -163,9 +175,12 @@ class Packing:
         """End the bucket in its slot, or one that is in the given region."""
         if region is None:
             self._slots.flush(self.num_batches)
+        if region is None:
+            region = self.num_batches % self._slots.num_slots
+        self._timeline.note("packing", self._begin_ns, bucket=self.num_batches, region=region)
         batch = Batch(
             seq=self.num_batches,
-            region=self.num_batches % self._slots.num_slots if region is None else region,
+            region=region,
             entries=None if self._is_planned else tuple(self._entries),
             metas=tuple(self._metas),
         )
@@ -174,5 +189,22 @@ class Packing:
         return batch
 
     def _wait_for_slot(self, num_acks: Callable[[], int]) -> Iterator[list[Command]]:
+        begin_ns, has_waited = self._timeline.now(), False
         while self.num_batches - num_acks() >= self._slots.num_slots:
+            has_waited = True
             yield []
+        if has_waited:
+            self._timeline.note("waiting for a slot", begin_ns, bucket=self.num_batches)
+        self._begin_ns = self._timeline.now()
+
+    def _timed(
+        self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """Yield the source's tensors, and count what it takes to make them."""
+        begin_ns = self._timeline.now()
+        for item in tensors:
+            self._timeline.count("making tensors", self._timeline.now() - begin_ns)
+            yield item
+            # The source may need the memory for the next tensor.
+            del item
+            begin_ns = self._timeline.now()

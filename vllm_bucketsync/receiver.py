@@ -8,7 +8,6 @@ undone what it can. Sockets and clocks are in ``serve.py``.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 import torch
@@ -47,7 +46,20 @@ from .messages import (
 from .retained import KeptBuckets, ReceiverMemory, view_pieces
 from .session import Role, Session
 from .sinks import Bucket, Sink
+from .timeline import Timeline
 from .transport.registry import open_region
+
+# What a worker is about while it does what a command asks for.
+_WAITING = "waiting"
+_STAGES: dict[type[Command], str] = {
+    Open: "opening",
+    Metas: "opening",
+    Batch: "loading",
+    Deviate: "loading",
+    Finish: "preparing",
+    Commit: "committing",
+    Abort: "aborting",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +94,7 @@ class Receiver:
         self._manifest: Manifest | None = None
         self._arrivals: Arrivals | None = None
         self._kept: KeptBuckets | None = None
-        self._load_s = 0.0
-        self._begin_s = time.monotonic()
+        self._timeline = Timeline(_WAITING)
         self.was_torn = memory.is_torn
         self.num_tensors = 0
         self.num_bytes = 0
@@ -102,7 +113,7 @@ class Receiver:
 
         Every failure is a reply: ``Error`` ends the session, with the worker's state.
         """
-        begin_s = time.monotonic()
+        self._enter_stage_of(command)
         try:
             self.session.receive(command)
             replies = self._handle(command)
@@ -112,7 +123,7 @@ class Receiver:
         except Exception as error:  # noqa: BLE001
             return [self.fail(error)]
         finally:
-            self._load_s += time.monotonic() - begin_s
+            self._timeline.enter(_WAITING)
         return replies
 
     def fail(self, error: BaseException) -> Error:
@@ -142,6 +153,13 @@ class Receiver:
         # The verdict stands: what a sink still holds does not change the weights.
         except Exception:
             logger.exception("worker %d could not release its sink", self._rank)
+
+    def _enter_stage_of(self, command: Command) -> None:
+        stage = _STAGES[type(command)]
+        if isinstance(command, Batch):
+            self._timeline.enter(stage, bucket=command.seq, region=command.region)
+        else:
+            self._timeline.enter(stage)
 
     def _handle(self, command: Command) -> list[Reply]:
         replies: list[Reply] = []
@@ -258,6 +276,7 @@ class Receiver:
         opened = self._offer()
         _, sink = self._running()
         report = sink.commit()
+        self._timeline.end()
         self.state = EngineState.COMMITTED
         if opened.kind == "weights" and not opened.partial:
             self._memory.is_torn = False
@@ -267,8 +286,8 @@ class Receiver:
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
             notes=report.notes[:MAX_NOTES],
-            load_s=self._load_s,
-            wait_s=time.monotonic() - self._begin_s - self._load_s,
+            stages_ms=self._timeline.stages_ms(),
+            spans=(*self._timeline.stages, *report.spans) if opened.is_traced else (),
         )
 
     def _abort(self) -> EngineState:

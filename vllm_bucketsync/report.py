@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import asdict as asdict_of
 
 from .errors import LocalProtocolError
+from .messages import Done
 from .sender import Sender
 from .slots import Slots
 
@@ -29,8 +30,10 @@ class WorkerReport:
         num_loaded: Modules that vLLM's own loaders filled.
         loaded_bytes: Bytes that went this way.
         process_s: Seconds of post-processing, within ``load_s``.
-        load_s: Seconds spent loading.
+        load_s: Seconds of work, from the offer to the commit.
         wait_s: Seconds spent waiting for the sender.
+        stages_ms: What each stage took in all, in milliseconds: ``opening``, ``loading``,
+            ``preparing``, ``committing``, and ``waiting`` for the sender.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         notes: Anything else that a user should read.
     """
@@ -49,6 +52,7 @@ class WorkerReport:
     process_s: float
     load_s: float
     wait_s: float
+    stages_ms: dict[str, float]
     cloned_bytes: int
     notes: tuple[str, ...]
 
@@ -71,6 +75,10 @@ class PushReport:
         slot_size_bytes: Capacity of one slot; 0 where references are handed over.
         zero_copy_bytes: Bytes that workers read where they lay.
         skipped: Names that the engine has no place for and was allowed to skip.
+        stages_ms: What each stage of the trainer took in all, in milliseconds:
+            ``examining`` the source, ``greeting`` the workers, ``opening`` the memory,
+            ``streaming``, ``finishing``, ``committing``, and ``returning`` from the call.
+            Within streaming: ``packing``, ``waiting for a slot``, ``making tensors``.
         workers: One report for each worker; empty for a dry run.
     """
 
@@ -87,6 +95,7 @@ class PushReport:
     slot_size_bytes: int
     zero_copy_bytes: int
     skipped: tuple[str, ...]
+    stages_ms: dict[str, float]
     workers: tuple[WorkerReport, ...]
 
     @property
@@ -185,6 +194,7 @@ def report_of(
         slot_size_bytes=slots.slot_size_bytes,
         zero_copy_bytes=0 if sender.update.is_dry_run else slots.placed_bytes,
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
+        stages_ms=sender.timeline.stages_ms(),
         workers=tuple(
             WorkerReport(
                 engine=peer.hello.engine,
@@ -193,8 +203,9 @@ def report_of(
                 pid=peer.hello.pid,
                 device=peer.hello.device,
                 **asdict_of(peer.done.split),
-                load_s=peer.done.load_s,
-                wait_s=peer.done.wait_s,
+                load_s=_work_s(peer.done),
+                wait_s=peer.done.stages_ms.get("waiting", 0.0) / 1e3,
+                stages_ms=peer.done.stages_ms,
                 cloned_bytes=peer.done.cloned_bytes,
                 notes=peer.done.notes,
             )
@@ -202,3 +213,7 @@ def report_of(
             if peer.done is not None
         ),
     )
+
+
+def _work_s(done: Done) -> float:
+    return sum(ms for stage, ms in done.stages_ms.items() if stage != "waiting") / 1e3

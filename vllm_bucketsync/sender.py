@@ -45,6 +45,7 @@ from .route import Route
 from .session import Role, Session, State
 from .slots import Slots
 from .sources import Source
+from .timeline import Timeline
 from .update import Phase, Update
 
 Outgoing = tuple[bytes, Command]
@@ -68,6 +69,7 @@ class Sender:
         phase: What is being done.
         error: The first failure.
         packing: What was packed so far; ``None`` before the first bucket.
+        timeline: What was done when.
     """
 
     update: Update
@@ -78,6 +80,7 @@ class Sender:
     phase: Phase = Phase.GREETING
     error: BaseException | None = None
     packing: Packing | None = None
+    timeline: Timeline = field(default_factory=Timeline)
     _outbox: list[Outgoing] = field(default_factory=list)
     _stream: Iterator[list[Command]] | None = None
 
@@ -163,7 +166,7 @@ class Sender:
         """
         if not self.is_prepared:
             raise LocalProtocolError(f"a commit needs every vote; missing is {self.waiting_for()}")
-        self.phase = Phase.COMMITTING
+        self._enter(Phase.COMMITTING)
         self._send_all(Commit())
 
     def fail(self, error: BaseException) -> None:
@@ -171,7 +174,7 @@ class Sender:
         if self.error is None:
             self.error = error
         if self.phase is not Phase.COMMITTING:
-            self.phase = Phase.ABORTING
+            self._enter(Phase.ABORTING)
         self._abort_all(utf8(str(error)) or type(error).__name__)
 
     def waiting_for(self) -> str:
@@ -242,6 +245,11 @@ class Sender:
                 peer.state = state
                 raise from_wire(code, message, dict(details), rank=peer.hello.rank)
 
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self.timeline.enter(phase.value)
+
     def _work(self) -> None:
         match self.phase:
             case Phase.GREETING if len(self.peers) == self.num_workers:
@@ -270,7 +278,9 @@ class Sender:
         if declared is None and manifest is not None:
             known = all(manifest.digest in hello.manifests for hello in hellos)
             manifest = manifest if known else None
-        self.packing = Packing(self.source, manifest=manifest, slots=self.slots)
+        self.packing = Packing(
+            self.source, manifest=manifest, slots=self.slots, timeline=self.timeline
+        )
         for key, peer in self.peers.items():
             metas: Sequence[TensorMeta] = ()
             if manifest is not None and manifest.digest not in peer.hello.manifests:
@@ -290,11 +300,12 @@ class Sender:
                 is_declared=declared is not None,
                 partial=self.update.partial,
                 adapter=self.update.adapter,
+                is_traced=self.update.is_traced,
             )
             self._send(key, opened)
             for first in range(0, len(metas), MAX_METAS):
                 self._send(key, Metas(metas=tuple(metas[first : first + MAX_METAS])))
-        self.phase = Phase.OPENING
+        self._enter(Phase.OPENING)
 
     def _decide(self) -> None:
         """Go on, or fall back, once every worker has answered the offer."""
@@ -305,11 +316,11 @@ class Sender:
                 peer.fallback = None
             self._offer()
         elif self.update.is_dry_run:
-            self.phase = Phase.ABORTING
+            self._enter(Phase.ABORTING)
             self._abort_all("dry run")
         else:
             self.slots.unlink()
-            self.phase = Phase.STREAMING
+            self._enter(Phase.STREAMING)
             self._stream = self._packing().batches(self._num_acks)
 
     def _hellos(self) -> list[Hello]:
@@ -317,7 +328,7 @@ class Sender:
 
     def _finish(self) -> None:
         packing = self._packing()
-        self.phase = Phase.FINISHING
+        self._enter(Phase.FINISHING)
         self._send_all(
             Finish(
                 num_batches=packing.num_batches,

@@ -14,6 +14,7 @@ import torch
 from .errors import EngineState
 from .layout import Manifest, TensorMeta
 from .messages import LoadSplit
+from .timeline import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +75,14 @@ class SinkReport:
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
+        spans: When the parts of loading were that are worth showing.
     """
 
     split: LoadSplit = field(default_factory=LoadSplit)
     cloned_bytes: int = 0
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 class Sink(Protocol):

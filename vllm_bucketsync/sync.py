@@ -8,10 +8,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .adapters import check_name, spec_of
-from .arguments import check_patterns, check_pause, check_version, is_count
+from .arguments import check_patterns, check_pause, check_trace, check_version, is_count
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
@@ -31,11 +32,16 @@ from .route import Route
 from .sender import Sender
 from .sources import Source, read_metas
 from .streams import leave_thread, wait_for_trainer
+from .timeline import Timeline
+from .trace import traced
 from .transfer import run_linked, run_remote
 from .transport.registry import Wish
 from .update import Update
 
 logger = logging.getLogger(__name__)
+
+# What the trainer is about before it asks anybody.
+_EXAMINING = "examining"
 
 R = TypeVar("R", bound=PushReport)
 
@@ -89,6 +95,7 @@ class WeightSync(Keeper):
         resume_torn: bool = False,
         zero_copy: bool = False,
         progress: Progress | None = None,
+        trace: str | Path | None = None,
     ) -> PushReport:
         """Give the engine new weights, and return when every worker uses them.
 
@@ -116,6 +123,8 @@ class WeightSync(Keeper):
                 or ``close()``: call one of them before you move, free or offload it.
                 What cannot be read so goes through slots in the same update.
             progress: Called with the bytes packed so far, and their total or ``None``.
+            trace: A file for what each end did when, as Chrome trace JSON, for Perfetto
+                (https://ui.perfetto.dev). It is written when the update fails, too.
 
         Returns:
             What it came to.
@@ -128,10 +137,10 @@ class WeightSync(Keeper):
             TransportError: A worker died, was stopped, or memory could not be shared.
             BucketSyncError: Anything else; ``engine_state`` says what the engine holds.
         """
-        begin_s = time.monotonic()
+        begin_s, timeline = time.monotonic(), Timeline(_EXAMINING)
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
-            patterns = check_patterns(partial)
+            patterns, to = check_patterns(partial), check_trace(trace)
             self._check_ready()
             opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
             sender = self._give(
@@ -141,6 +150,8 @@ class WeightSync(Keeper):
                 partial=patterns,
                 is_dry_run=dry_run,
                 is_zero_copy=zero_copy,
+                timeline=timeline,
+                trace=to,
             )
         return self._logged(report_of(sender, self._slots, **self._outcome(begin_s)))
 
@@ -157,6 +168,7 @@ class WeightSync(Keeper):
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
         progress: Progress | None = None,
+        trace: str | Path | None = None,
     ) -> AdapterReport:
         """Give the engine an adapter, or a new version of one that it has under this name.
 
@@ -177,6 +189,7 @@ class WeightSync(Keeper):
             pause: See ``push``.
             resume_torn: See ``push``.
             progress: See ``push``.
+            trace: See ``push``.
 
         Returns:
             What it came to. ``report.lora_request()`` is what ``generate`` takes, and
@@ -188,9 +201,10 @@ class WeightSync(Keeper):
             EngineAsleepError: The engine's weights are asleep.
             BucketSyncError: As ``push``.
         """
-        begin_s = time.monotonic()
+        begin_s, timeline = time.monotonic(), Timeline(_EXAMINING)
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
+            to = check_trace(trace)
             patterns, text = check_patterns(partial), check_version(version)
             called = check_name(name)
             self._check_ready()
@@ -203,6 +217,8 @@ class WeightSync(Keeper):
                 is_dry_run=dry_run,
                 kind="adapter",
                 adapter=spec_of(called, version=text, config=config),
+                timeline=timeline,
+                trace=to,
             )
         return self._logged(adapter_report_of(sender, self._slots, **self._outcome(begin_s)))
 
@@ -326,6 +342,8 @@ class WeightSync(Keeper):
         asking: Asking,
         *,
         is_dry_run: bool,
+        timeline: Timeline,
+        trace: Path | None,
         is_zero_copy: bool = False,
         **what: Any,
     ) -> Sender:
@@ -337,6 +355,7 @@ class WeightSync(Keeper):
             token=secrets.token_hex(16),
             num_workers=tuple(self._num_workers(engine) for engine in self._engines),
             is_dry_run=is_dry_run,
+            is_traced=trace is not None,
             **what,
         )
         wish = Wish(
@@ -347,8 +366,10 @@ class WeightSync(Keeper):
         )
         wish.check()
         route = Route(wish=wish, slots=self._slots)
-        sender = Sender(update=update, source=source, slots=self._slots, route=route)
-        with contextlib.closing(source):
+        sender = Sender(
+            update=update, source=source, slots=self._slots, route=route, timeline=timeline
+        )
+        with contextlib.closing(source), traced(sender, trace):
             if not is_dry_run:
                 declared = source.declared
                 if not wish.is_zero_copy:

@@ -68,6 +68,7 @@ def run_remote(
     except BaseException as error:  # noqa: BLE001
         sender.fail(error)
         run.drain()
+    sender.timeline.enter("returning")
     deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
     for call in calls:
         call.wait(max(0.0, deadline_s - time.monotonic()))

@@ -43,6 +43,7 @@ WORKER = WorkerReport(
     process_s=0.1,
     load_s=0.1,
     wait_s=0.0,
+    stages_ms={"loading": 100.0},
     cloned_bytes=0,
     notes=("one note",),
 )
@@ -60,6 +61,7 @@ REPORT = PushReport(
     slot_size_bytes=2048,
     zero_copy_bytes=0,
     skipped=("rope.inv_freq",),
+    stages_ms={"streaming": 400.0},
     workers=(WORKER,),
 )
 STATUS = {

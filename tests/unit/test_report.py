@@ -25,6 +25,7 @@ WORKER = WorkerReport(
     process_s=0.1,
     load_s=0.5,
     wait_s=0.25,
+    stages_ms={"loading": 500.0, "waiting": 250.0},
     cloned_bytes=7,
     notes=("a",),
 )
@@ -45,6 +46,7 @@ def report(**changes: Any) -> PushReport:
         slot_size_bytes=512,
         zero_copy_bytes=0,
         skipped=("rope",),
+        stages_ms={"streaming": 700.0},
         workers=(WORKER, WORKER),
     )
     return dataclasses.replace(made, **changes)

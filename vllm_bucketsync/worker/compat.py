@@ -296,24 +296,3 @@ def tensor_names(model: torch.nn.Module) -> set[str]:
         for named in (model.named_parameters, model.named_buffers)
         for name, _ in named(remove_duplicate=False)
     }
-
-
-def fingerprint(worker: Any) -> tuple[Any, ...]:
-    """Return what a dry run and a plan depend on besides the manifest, to be compared.
-
-    Identities stand for objects. An object that is gone may give its identity to
-    another, but not at every name at once with the same shape and dtype.
-    """
-    model = worker.model_runner.get_model()
-    parallel = worker.vllm_config.parallel_config
-    tensors = tuple(
-        (name, id(tensor), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-    )
-    modules = tuple(
-        (path, id(module), id(getattr(module, "quant_method", None)))
-        for path, module in model.named_modules()
-    )
-    sizes = (worker.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    return (*sizes, bool(parallel.enable_expert_parallel), tensors, modules)

@@ -175,11 +175,18 @@ class LayerwiseReload:
         return value
 
 
-def finish(model: torch.nn.Module, model_config: Any) -> None:
-    """Do what vLLM's finalise does to a model of which no module is being reloaded."""
-    for module in model.modules():
-        if compat.is_processed_last(module):
-            module.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
+def finish(
+    model: torch.nn.Module, model_config: Any, *, processed_last: Iterable[torch.nn.Module]
+) -> None:
+    """Do what vLLM's finalise does to a model of which no module is being reloaded.
+
+    Args:
+        model: The live model.
+        model_config: vLLM's settings of it.
+        processed_last: Its modules for which ``compat.is_processed_last``.
+    """
+    for module in processed_last:
+        module.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
     compat.rebuild_tied_heads(model)
     compat.run_model_hook(model)
 
@@ -238,6 +245,9 @@ def open_layers(model: torch.nn.Module) -> Iterator[OpenLayer]:
 
 def is_open(model: torch.nn.Module) -> bool:
     """Whether a reload of this model was begun and not ended, by whomever."""
+    # Nearly always none is, of any model, and that takes no walk.
+    if all(info.kernel_tensors is None for info in layerwise.LAYERWISE_INFO.values()):
+        return False
     infos = (layerwise.LAYERWISE_INFO.get(module) for module in model.modules())
     return any(info is not None and info.kernel_tensors is not None for info in infos)
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..layout import Manifest
-from . import compat, sleeps
+from . import sleeps
 from .dryrun import DryRunResult
+from .model_looks import ModelLooks
 
 # Two: an engine may be fed whole models and partial ones by turns.
 MAX_RESULTS = 2
@@ -26,11 +27,12 @@ class WeightMemory:
     """
 
     def __init__(self) -> None:
-        self._results: OrderedDict[_Key, tuple[Any, DryRunResult]] = OrderedDict()
+        self._results: OrderedDict[_Key, DryRunResult] = OrderedDict()
+        self._num_deep_sleeps = 0
+        self._looks: ModelLooks | None = None
 
     def result_for(
         self,
-        worker: Any,
         manifest: Manifest,
         *,
         partial: Sequence[str],
@@ -38,22 +40,34 @@ class WeightMemory:
     ) -> DryRunResult:
         """Return the result for a manifest: the one that is kept, or that of ``dry_run``.
 
-        A result with problems is not kept: it is rare, and its cause may be mended.
+        It holds for the model that was last looked at. A result with problems is not kept:
+        it is rare, and its cause may be mended.
         """
         key = (manifest.digest, tuple(partial))
-        made_with = (compat.fingerprint(worker), sleeps.num_deep_sleeps(worker))
         kept = self._results.get(key)
-        if kept is not None and kept[0] == made_with and kept[1].is_current():
+        if kept is not None and kept.is_current():
             self._results.move_to_end(key)
-            return kept[1]
+            return kept
         result = dry_run()
         self._results.pop(key, None)
         if not result.problems:
-            self._results[key] = (made_with, result)
+            self._results[key] = result
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
         return result
 
+    def look_at(self, worker: Any) -> ModelLooks:
+        """Return how the model looks now; what was kept for another look is dropped."""
+        num_deep_sleeps = sleeps.num_deep_sleeps(worker)
+        is_same = self._looks is not None and self._looks.are_those_of(worker)
+        if not is_same or num_deep_sleeps != self._num_deep_sleeps:
+            self.forget()
+        if self._looks is None:
+            self._looks = ModelLooks(worker)
+        self._num_deep_sleeps = num_deep_sleeps
+        return self._looks
+
     def forget(self) -> None:
         """Drop everything, as after an update that left the model torn."""
         self._results.clear()
+        self._looks = None

@@ -7,7 +7,6 @@ stays live throughout: what is torn by an abort are written weights, never its s
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +18,13 @@ from ..copies import CopyBatch, DeferredCopies, view
 from ..layout import TensorMeta
 from ..messages import LoadSplit
 from ..sinks import Bucket, Piece
+from ..timeline import Timeline
 from . import layerwise
 from .observe import observe
 from .plan import Plan, PlannedModule
 from .record import Copy
+
+_PROCESSING = "processing"
 
 Weights = list[tuple[TensorMeta, torch.Tensor]]
 
@@ -75,6 +77,7 @@ class Replay:
     Attributes:
         plan: The plan.
         has_written: A live tensor has, or may have, new bytes.
+        timeline: When modules were post-processed.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -83,7 +86,7 @@ class Replay:
         self._scratch: dict[PlannedModule, dict[str, torch.Tensor]] = {}
         self._left: dict[PlannedModule, int] = {}
         self._found: dict[PlannedModule, str] = {}
-        self._process_s = 0.0
+        self.timeline = Timeline()
         self.has_written = False
 
     def load(self, bucket: Bucket) -> tuple[Piece, ...]:
@@ -114,7 +117,7 @@ class Replay:
             direct_bytes=sum(one.num_bytes for one in direct),
             num_processed=len(processed),
             processed_bytes=sum(one.num_bytes for one in processed),
-            process_s=self._process_s,
+            process_s=self.timeline.seconds(_PROCESSING),
         )
 
     def unfinished(self) -> list[PlannedModule]:
@@ -189,7 +192,7 @@ class Replay:
     def _process(self, planned: PlannedModule) -> None:
         scratch = self._scratch.pop(planned)
         self.has_written = True
-        begin_s = time.perf_counter()
+        begin_ns = self.timeline.now()
 
         def process() -> None:
             layerwise.process(planned.module, scratch)
@@ -198,7 +201,7 @@ class Replay:
             self._found[planned] = observe(planned, scratch, process)
         else:
             process()
-        self._process_s += time.perf_counter() - begin_s
+        self.timeline.note(_PROCESSING, begin_ns)
 
 
 def _filled_scratch(planned: PlannedModule) -> dict[str, torch.Tensor]:

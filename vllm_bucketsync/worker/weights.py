@@ -71,6 +71,7 @@ class WeightSink:
         self._is_promise = is_promise
         self._is_declared = False
         self._replay: Replay | None = None
+        self._processed_last: Sequence[torch.nn.Module] = ()
         self._left_at: int | None = None
         self._is_handed_over = False
         self._was_begun = False
@@ -158,7 +159,9 @@ class WeightSink:
                 loaders.finalise()
                 split = LoadSplit(num_loaded=loaders.num_modules, loaded_bytes=loaders.num_bytes)
             else:
-                layerwise.finish(self._model, self._worker.model_config)
+                layerwise.finish(
+                    self._model, self._worker.model_config, processed_last=self._processed_last
+                )
             if self._check is not None:
                 self._check.compare()
             if self._replay is not None:
@@ -176,6 +179,7 @@ class WeightSink:
             cloned_bytes=0 if loaders is None else loaders.cloned_bytes,
             skipped=tuple(skipped),
             notes=tuple(self._notes),
+            spans=() if self._replay is None else tuple(self._replay.timeline.spans),
         )
 
     def abort(self) -> EngineState:
@@ -211,8 +215,8 @@ class WeightSink:
         return model
 
     def _preflight(self, manifest: Manifest) -> None:
+        self._processed_last = self._memory.look_at(self._worker).processed_last
         result = self._memory.result_for(
-            self._worker,
             manifest,
             partial=self._partial,
             dry_run=lambda: dry_run(self._worker, manifest, partial=self._partial),

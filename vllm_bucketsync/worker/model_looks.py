@@ -1,0 +1,103 @@
+"""How a worker's model looks: whether it is as it was costs less to ask than to walk it.
+
+Whatever a dry run and a plan depend on besides the manifest is looked at: which modules
+there are and where, their tensors, quant methods and expert maps, where each tensor's
+bytes lie and what they mean, and which part of the model this worker has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from ..looks import Looks
+from . import compat
+
+_TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
+
+
+class ModelLooks:
+    """One model, as it was when it was looked at.
+
+    Keeps what it saw: an identity that no other object can have needs no more than ``is``.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        """Look at the model of ``worker``, which is live."""
+        self._model = worker.model_runner.get_model()
+        self._part = _part(worker)
+        self._modules = list(self._model.modules())
+        tables = _tables_of(self._modules)
+        self._sizes = list(map(len, tables))
+        # Twice the first name: of one name alone, an item getter makes no tuple. In whatever
+        # order: a reload takes tensors away and puts them back.
+        self._getters = [itemgetter(*table, next(iter(table))) for table in tables if table]
+        self._values = self._get_values(tables)
+        self._methods = _methods_of(self._modules)
+        self._looks = Looks(_tensors(self._values))
+        self._processed_last: list[torch.nn.Module] | None = None
+
+    def are_those_of(self, worker: Any) -> bool:
+        """Whether the model of ``worker`` is still the same, to the last address."""
+        if worker.model_runner.get_model() is not self._model or _part(worker) != self._part:
+            return False
+        # Children are in tables: while those are the same, so is the list of modules.
+        tables = _tables_of(self._modules)
+        if list(map(len, tables)) != self._sizes:
+            return False
+        try:
+            values = self._get_values(tables)
+        except KeyError:
+            return False
+        return (
+            _are_same(values, self._values)
+            and _are_same(_methods_of(self._modules), self._methods)
+            and self._looks.are_those_of(_tensors(values))
+        )
+
+    @property
+    def processed_last(self) -> Sequence[torch.nn.Module]:
+        """The modules that vLLM finalises after all others, in order."""
+        if self._processed_last is None:
+            self._processed_last = [one for one in self._modules if compat.is_processed_last(one)]
+        return self._processed_last
+
+    def _get_values(self, tables: Sequence[dict[str, Any]]) -> list[Any]:
+        filled = compress(tables, self._sizes)
+        return [
+            one
+            for getter, table in zip(self._getters, filled, strict=True)
+            for one in getter(table)
+        ]
+
+
+def _part(worker: Any) -> tuple[Any, ...]:
+    parallel = worker.vllm_config.parallel_config
+    return (
+        worker.rank,
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        bool(parallel.enable_expert_parallel),
+    )
+
+
+def _tables_of(modules: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    """Return every module's tables of tensors and children."""
+    return list(chain.from_iterable(map(table, modules) for table in _TABLES))
+
+
+def _methods_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    # One that is a module itself is in a table.
+    return [vars(module).get("quant_method") for module in modules]
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
