@@ -88,6 +88,7 @@ class Asking:
             offer={
                 "protocol": PROTOCOL_VERSION,
                 "token": sender.update.token,
+                "update_id": sender.update.update_id,
                 "endpoints": {"*": endpoint},
                 "engine": engine,
                 "connect_timeout_s": _later(settings.connect_timeout_s),

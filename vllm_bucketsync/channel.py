@@ -237,7 +237,7 @@ class Dialer:
             raise ConfigError(f"{endpoint!r} is no endpoint; expected {SCHEME} and a path")
         self.peer_pid = probe_listener(path)
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._is_lost = False
+        self._was_lost = False
         self._socket = MonitoredSocket(zmq.DEALER, heartbeat_timeout_s=heartbeat_timeout_s)
         try:
             self._socket.connect(endpoint)
@@ -245,14 +245,19 @@ class Dialer:
             self._socket.close(linger_s=0.0)
             raise
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the trainer is gone, as far as was seen by now."""
+        self._watch()
+        return self._was_lost
+
     def send(self, data: bytes) -> None:
         """Queue a message. Never blocks.
 
         Raises:
             PeerLostError: The trainer is gone. What it had sent can still be received.
         """
-        self._watch()
-        if self._is_lost or not self._socket.send([data]):
+        if self.is_lost or not self._socket.send([data]):
             raise self._lost()
 
     def receive(self, timeout_s: float) -> bytes | None:
@@ -273,14 +278,14 @@ class Dialer:
                 # An empty frame is how a listener finds out whether we are reachable.
                 if frames[-1].bytes:
                     return frames[-1].bytes
-            if self._is_lost:
+            if self._was_lost:
                 raise self._lost()
             if not self._socket.wait(deadline):
                 return None
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Hand over what was sent, for ``linger_s`` seconds at most. Idempotent."""
-        self._socket.close(linger_s=0.0 if self._is_lost else linger_s)
+        self._socket.close(linger_s=0.0 if self._was_lost else linger_s)
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -293,7 +298,7 @@ class Dialer:
     def _watch(self) -> None:
         for _ in self._socket.monitor_events():
             # A dialer has one connection, and hears only of its end.
-            self._is_lost = True
+            self._was_lost = True
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(

@@ -23,6 +23,7 @@ from .channel import Listener
 from .clients.base import STATUS_METHOD, Engine
 from .config import Settings
 from .errors import BucketSyncError, ConfigError, EngineBusyError
+from .guess import Known
 from .rundir import remove_stale
 from .slots import Slots
 from .transport.registry import reclaim
@@ -47,6 +48,8 @@ class Keeper:
         self._settings = settings
         self._slots = Slots(settings)
         self._listener: Listener | None = None
+        # What the workers that are still connected to it will say.
+        self._known: Known = {}
         self._calls: list[UpdateCall] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -170,7 +173,7 @@ class Keeper:
     def _stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        self._listener = None
+        self._listener, self._known = None, {}
 
 
 def _can_be_asked(engine: Engine) -> bool:

@@ -241,6 +241,10 @@ class Finish(Command, frozen=True, kw_only=True, tag="finish"):
     manifest: ShortText
 
 
+class Conclude(Finish, frozen=True, kw_only=True, tag="conclude"):
+    """Everything was sent, and nobody else votes: commit it if it is complete and valid."""
+
+
 class Prepared(Reply, frozen=True, kw_only=True, tag="prepared"):
     """Complete and valid here; a commit will not find anything missing."""
 
@@ -328,7 +332,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
     state: EngineState
 
 
-_COMMANDS = Open | Metas | Batch | Deviate | Finish | Commit | Abort
+_COMMANDS = Open | Metas | Batch | Deviate | Finish | Conclude | Commit | Abort
 _REPLIES = Hello | Ready | Fallback | Ack | Prepared | Done | Aborted | Error
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMAND_DECODER = msgspec.msgpack.Decoder(_COMMANDS)

@@ -20,6 +20,9 @@ class Peer:
         state: What it holds, once that is known.
         fallback: Why it cannot use the transport that was offered.
         done: Its report.
+        is_lost: Its connection has ended.
+        is_guessed: It stayed connected since the last update, and has not said hello in
+            this one yet: ``hello`` is what it is expected to say.
     """
 
     hello: Hello
@@ -28,6 +31,12 @@ class Peer:
     fallback: str | None = None
     done: Done | None = None
     is_lost: bool = False
+    is_guessed: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Which worker of which engine it is."""
+        return place_of(self.hello)
 
     @property
     def has_ended(self) -> bool:
@@ -39,6 +48,11 @@ class Peer:
         engine = f"engine {self.hello.engine} " if self.hello.engine else ""
         replica = f"replica {self.hello.dp_index} " if self.hello.dp_index else ""
         return f"{engine}{replica}rank {self.hello.rank} pid {self.hello.pid}"
+
+
+def place_of(hello: Hello) -> tuple[int, int, int]:
+    """Return which worker says this: engine, data-parallel replica, and rank."""
+    return hello.engine, hello.dp_index, hello.rank
 
 
 def held_by(peers: Iterable[Peer]) -> EngineState:

@@ -31,6 +31,7 @@ from .messages import (
     Batch,
     Command,
     Commit,
+    Conclude,
     Deviate,
     Done,
     Error,
@@ -57,6 +58,7 @@ _STAGES: dict[type[Command], str] = {
     Batch: "loading",
     Deviate: "loading",
     Finish: "preparing",
+    Conclude: "preparing",
     Commit: "committing",
     Abort: "aborting",
 }
@@ -172,6 +174,10 @@ class Receiver:
                 replies = [self._load(command)]
             case Deviate():
                 self._deviate(command)
+            case Conclude():
+                self._finish(command)
+                self._timeline.enter(_STAGES[Commit])
+                replies = [self._commit()]
             case Finish():
                 replies = [self._finish(command)]
             case Commit():

@@ -178,7 +178,7 @@ def report_of(
     counted = declared if sender.update.is_dry_run else None
     workers = sorted(
         (peer for peer in sender.peers.values() if peer.done is not None),
-        key=lambda peer: (peer.hello.engine, peer.hello.dp_index, peer.hello.rank),
+        key=lambda peer: peer.place,
     )
     return PushReport(
         engines=engines,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from .channel import Dialer
 from .layout import Entry, Manifest, TensorMeta
 from .messages import Open, Region
 from .sinks import Bucket, Piece
@@ -27,12 +28,15 @@ class ReceiverMemory:
         manifests: The last ``MAX_MANIFESTS`` manifests by digest.
         buckets: Of the last ``MAX_MANIFESTS`` planned updates, what was viewed once. The
             views keep memory, so they end with the regions.
+        dialer: The connection of the last update, if that was committed: its trainer may
+            send the next one before this worker has said hello.
         is_torn: An earlier update failed half-way and nothing has mended it yet.
     """
 
     regions: dict[str, OpenedRegion] = field(default_factory=dict)
     manifests: OrderedDict[str, Manifest] = field(default_factory=OrderedDict)
     buckets: OrderedDict[object, KeptBuckets] = field(default_factory=OrderedDict)
+    dialer: Dialer | None = None
     is_torn: bool = False
 
     def remember(self, manifest: Manifest) -> None:
@@ -60,12 +64,30 @@ class ReceiverMemory:
         return kept
 
     def drop_dead_regions(self) -> None:
-        """Close the regions whose owner is gone."""
+        """Close the regions, and the connection, whose owner is gone."""
+        if self.dialer is not None and self.dialer.is_lost:
+            self.hang_up()
         self._close([key for key, one in self.regions.items() if not one.owner_is_alive()])
 
     def release(self) -> None:
-        """Close every region. Idempotent; the next update opens them again."""
+        """Close every region and the connection. Idempotent; the next update opens them."""
+        self.hang_up()
         self._close(list(self.regions))
+
+    def take_dialer(self, endpoint: str) -> Dialer | None:
+        """Return the kept connection to an endpoint, if it still stands; close any other."""
+        kept = self.dialer
+        if kept is None or kept.endpoint != endpoint or kept.is_lost:
+            self.hang_up()
+            return None
+        self.dialer = None
+        return kept
+
+    def hang_up(self) -> None:
+        """Close the kept connection. Idempotent."""
+        kept, self.dialer = self.dialer, None
+        if kept is not None:
+            kept.close()
 
     def _close(self, keys: Sequence[str]) -> None:
         if keys:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from . import guess
 from .errors import (
     BucketSyncError,
     EngineState,
@@ -30,6 +31,7 @@ from .messages import (
     Aborted,
     Command,
     Commit,
+    Conclude,
     Done,
     Error,
     Fallback,
@@ -40,7 +42,7 @@ from .messages import (
     Reply,
 )
 from .packing import Packing
-from .peers import Peer, held_by
+from .peers import Peer, held_by, place_of
 from .route import Route
 from .session import Role, Session, State
 from .slots import Slots
@@ -65,22 +67,29 @@ class Sender:
         source: Where the tensors come from.
         slots: The shared memory, kept between updates.
         route: Which transport carries it.
-        peers: The workers that said hello, by socket identity.
+        known: What workers that stayed connected will say, by socket identity.
+        peers: The workers that said hello, or will, by socket identity.
         phase: What is being done.
         error: The first failure.
         packing: What was packed so far; ``None`` before the first bucket.
         timeline: What was done when.
+        is_unsure: A call may still run that reaches workers of which nothing was heard.
     """
 
     update: Update
     source: Source
     slots: Slots
     route: Route
+    known: guess.Known = field(default_factory=dict)
     peers: dict[bytes, Peer] = field(default_factory=dict)
     phase: Phase = Phase.GREETING
     error: BaseException | None = None
     packing: Packing | None = None
     timeline: Timeline = field(default_factory=Timeline)
+    is_unsure: bool = False
+    _is_hurried: bool = False
+    _opened: Open | None = None
+    _manifest: str = ""
     _outbox: list[Outgoing] = field(default_factory=list)
     _stream: Iterator[list[Command]] | None = None
 
@@ -96,6 +105,11 @@ class Sender:
         return is_late and not self._outbox and all(p.has_ended for p in self.peers.values())
 
     @property
+    def num_silent(self) -> int:
+        """How many workers have not said hello."""
+        return self.num_workers - sum(not peer.is_guessed for peer in self.peers.values())
+
+    @property
     def is_prepared(self) -> bool:
         """Whether every worker voted for the commit."""
         return self.phase is Phase.FINISHING and self._all_in(State.PREPARED)
@@ -103,7 +117,18 @@ class Sender:
     @property
     def engine_state(self) -> EngineState:
         """What the engines as a whole hold, as far as the workers said."""
-        return held_by(self.peers.values())
+        if self.is_unsure:
+            return EngineState.UNKNOWN
+        return held_by(peer for peer in self.peers.values() if not peer.is_guessed)
+
+    def kept(self) -> guess.Known:
+        """Return what each worker will say in the next update; nothing if one has left."""
+        return guess.what_is_known(self.peers, self._opened, self._manifest)
+
+    @property
+    def has_silent_guess(self) -> bool:
+        """Whether something was sent to a worker that has not said hello."""
+        return any(peer.is_guessed for peer in self.peers.values())
 
     def has_ended_on(self, engine: int) -> bool:
         """Return whether every worker of one engine has come and ended."""
@@ -144,6 +169,8 @@ class Sender:
         try:
             if isinstance(reply, Hello) and key not in self.peers:
                 self._greet(key, reply)
+            elif isinstance(reply, Hello) and self.peers[key].is_guessed:
+                self._confirm(self.peers[key], reply)
             else:
                 self._listen(key, reply)
         except BucketSyncError as error:
@@ -153,6 +180,9 @@ class Sender:
         """Take note that a worker is gone, and abort unless it had ended."""
         peer = self.peers.get(key)
         if peer is None or peer.has_ended:
+            return
+        if peer.is_guessed:
+            self._forget(key)
             return
         peer.is_lost = True
         error.rank = peer.hello.rank
@@ -180,10 +210,9 @@ class Sender:
     def waiting_for(self) -> str:
         """Return what has to happen next, for messages."""
         late = ", ".join(str(peer) for peer in self.peers.values() if not self._is_on_time(peer))
+        if self.num_silent and self.phase is not Phase.ABORTING:
+            return f"{self.num_silent} of {self.num_workers} workers that have not said hello"
         match self.phase:
-            case Phase.GREETING:
-                missing = self.num_workers - len(self.peers)
-                return f"{missing} of {self.num_workers} workers that have not said hello"
             case Phase.STREAMING if self.packing is not None:
                 return f"{self.packing.describe()}, acknowledgement from {late}"
             case _:
@@ -199,18 +228,17 @@ class Sender:
         return peer.has_ended
 
     def _greet(self, key: bytes, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.token.encode(), self.update.token.encode()):
+        if not self._has_token(hello):
             # Somebody whom an earlier, expired offer sent here.
             self._outbox.append((key, Abort(reason="this offer has expired")))
             return
+        place = place_of(hello)
+        for other, peer in list(self.peers.items()):
+            if peer.is_guessed and peer.place == place:
+                self._forget(other)
         session = Session(Role.SENDER)
         session.receive(hello)
-        taken = [
-            p
-            for p in self.peers.values()
-            if (p.hello.engine, p.hello.dp_index, p.hello.rank)
-            == (hello.engine, hello.dp_index, hello.rank)
-        ]
+        taken = [peer for peer in self.peers.values() if peer.place == place]
         peer = self.peers[key] = Peer(hello, session)
         if hello.protocol != PROTOCOL_VERSION or hello.boot_id != HOST.boot_id:
             raise UnsupportedError(
@@ -229,6 +257,23 @@ class Sender:
         if self.phase is Phase.ABORTING:
             self._abort_all(str(self.error))
 
+    def _has_token(self, hello: Hello) -> bool:
+        return hmac.compare_digest(hello.token.encode(), self.update.token.encode())
+
+    def _confirm(self, peer: Peer, hello: Hello) -> None:
+        """Take a worker at its word, which was known before it came."""
+        if not self._has_token(hello):
+            raise RemoteProtocolError(f"{peer} answered another offer; push again")
+        guess.check(peer, hello)
+        peer.hello, peer.is_guessed = hello, False
+
+    def _forget(self, key: bytes) -> None:
+        """Wait for the hello of a worker that was guessed, and has left or come anew."""
+        del self.peers[key]
+        self._stream, self._is_hurried = None, False
+        if self.phase is not Phase.ABORTING:
+            self._enter(Phase.GREETING)
+
     def _listen(self, key: bytes, reply: Reply) -> None:
         peer = self.peers.get(key)
         if peer is None:
@@ -236,6 +281,8 @@ class Sender:
         peer.session.receive(reply)
         match reply:
             case Fallback(reason=reason):
+                if self._is_hurried:
+                    raise RemoteProtocolError(f"{peer} lost what it had: {reason}; push again")
                 peer.fallback = reason
             case Done():
                 peer.done, peer.state = reply, EngineState.COMMITTED
@@ -251,17 +298,17 @@ class Sender:
             self.timeline.enter(phase.value)
 
     def _work(self) -> None:
+        if self.phase is Phase.GREETING and len(self.known) == self.num_workers:
+            self.peers, self.known = guess.peers_of(self.known), {}
         match self.phase:
-            case Phase.GREETING if len(self.peers) == self.num_workers:
+            case Phase.GREETING if self._have_all_come():
                 self.route.choose(self._hellos())
                 self._offer()
-            case Phase.OPENING if not any(
-                peer.session.state is State.OPENING for peer in self.peers.values()
-            ):
+            case Phase.OPENING if not self._any_in(State.OPENING):
                 self._decide()
             case Phase.STREAMING if self._stream is not None:
                 commands = next(self._stream, None)
-                if commands is None:
+                if commands is None and not self._any_in(State.OPENING):
                     self._finish()
                 for command in commands or ():
                     self._send_all(command)
@@ -302,10 +349,17 @@ class Sender:
                 adapter=self.update.adapter,
                 is_traced=self.update.is_traced,
             )
+            self._opened = opened
             self._send(key, opened)
             for first in range(0, len(metas), MAX_METAS):
                 self._send(key, Metas(metas=tuple(metas[first : first + MAX_METAS])))
-        self._enter(Phase.OPENING)
+        # A source that can be read but once is not begun before its worker has come.
+        can_begin_again = self.source.ready is not None
+        self._is_hurried = can_begin_again and guess.may_hurry(list(self.peers.values()), opened)
+        if self._is_hurried:
+            self._start_streaming()
+        else:
+            self._enter(Phase.OPENING)
 
     def _decide(self) -> None:
         """Go on, or fall back, once every worker has answered the offer."""
@@ -319,22 +373,26 @@ class Sender:
             self._enter(Phase.ABORTING)
             self._abort_all("dry run")
         else:
-            self.slots.unlink()
-            self._enter(Phase.STREAMING)
-            self._stream = self._packing().batches(self._num_acks)
+            self._start_streaming()
+
+    def _start_streaming(self) -> None:
+        self.slots.unlink()
+        self._enter(Phase.STREAMING)
+        self._stream = self._packing().batches(self._num_acks)
 
     def _hellos(self) -> list[Hello]:
         return [peer.hello for peer in self.peers.values()]
 
     def _finish(self) -> None:
-        packing = self._packing()
-        self._enter(Phase.FINISHING)
+        packing, is_alone = self._packing(), self._is_hurried
+        self._manifest = packing.digest()
+        self._enter(Phase.COMMITTING if is_alone else Phase.FINISHING)
         self._send_all(
-            Finish(
+            (Conclude if is_alone else Finish)(
                 num_batches=packing.num_batches,
                 num_tensors=packing.num_tensors,
                 num_bytes=packing.num_bytes,
-                manifest=packing.digest(),
+                manifest=self._manifest,
             )
         )
 
@@ -345,6 +403,13 @@ class Sender:
 
     def _num_acks(self) -> int:
         return min(peer.session.num_acks for peer in self.peers.values())
+
+    def _have_all_come(self) -> bool:
+        # One that was offered something has to answer before it is offered it again.
+        return len(self.peers) == self.num_workers and not self._any_in(State.OPENING)
+
+    def _any_in(self, state: State) -> bool:
+        return any(peer.session.state is state for peer in self.peers.values())
 
     def _all_in(self, state: State) -> bool:
         return all(peer.session.state is state for peer in self.peers.values())
@@ -361,5 +426,8 @@ class Sender:
         for key, peer in self.peers.items():
             # Nothing aborts a commit, but a worker too many may come while others do.
             is_bound = peer.session.state in {State.ABORTING, State.COMMITTING}
-            if not peer.has_ended and not is_bound:
+            if peer.is_guessed:
+                # Whoever has not come is not waited for; it will find nobody.
+                peer.is_lost = True
+            elif not peer.has_ended and not is_bound:
                 self._send(key, Abort(reason=reason[:65_000]))

@@ -25,6 +25,7 @@ from .errors import (
     EngineState,
     PeerLostError,
     Primitive,
+    RemoteProtocolError,
     UnsupportedError,
     to_wire,
 )
@@ -50,6 +51,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         protocol: ``PROTOCOL_VERSION`` of the sender.
         token: The secret that proves that a worker was asked by this sender.
         endpoints: Where each worker finds its sender: by device UUID, or ``*``.
+        update_id: The update that is asked for.
         engine: Which engine of the sender this is.
         connect_timeout_s: Until the first command, in seconds.
         idle_timeout_s: Between two commands, in seconds.
@@ -57,6 +59,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     protocol: int
     token: str
+    update_id: str
     endpoints: dict[str, str]
     engine: int
     connect_timeout_s: Seconds
@@ -258,19 +261,31 @@ def _run_linked(worker: Worker, receiver: Receiver, offer: Offer, sender: link.L
 
 
 def _run_dialled(worker: Worker, receiver: Receiver, offer: Offer, endpoint: str) -> None:
-    with Dialer(endpoint) as channel:
-        channel.send(encode(receiver.greet(worker.hello(offer))))
-        try:
-            while not receiver.session.has_ended:
-                for reply in receiver.step(_next_command(channel, receiver, offer)):
-                    if receiver.session.has_ended:
-                        _say(channel, reply)
-                    else:
-                        channel.send(encode(reply))
-        except BaseException as error:
-            if not receiver.session.has_ended:
-                _say(channel, receiver.fail(error))
-            raise
+    kept = worker.memory.take_dialer(endpoint)
+    channel = Dialer(endpoint) if kept is None else kept
+    try:
+        _run_over(channel, worker, receiver, offer)
+        if receiver.state is EngineState.COMMITTED:
+            worker.memory.dialer = channel
+    finally:
+        if worker.memory.dialer is not channel:
+            channel.close()
+
+
+def _run_over(channel: Dialer, worker: Worker, receiver: Receiver, offer: Offer) -> None:
+    channel.send(encode(receiver.greet(worker.hello(offer))))
+    try:
+        while not receiver.session.has_ended:
+            command = _next_command(channel, receiver, offer)
+            for reply in receiver.step(command):
+                if receiver.session.has_ended:
+                    _say(channel, reply)
+                else:
+                    channel.send(encode(reply))
+    except BaseException as error:
+        if not receiver.session.has_ended:
+            _say(channel, receiver.fail(error))
+        raise
 
 
 def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
@@ -280,7 +295,7 @@ def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
     while (left_s := deadline_s - time.monotonic()) > 0:
         data = channel.receive(left_s)
         if data is not None:
-            return decode_command(data)
+            return _asked_for(decode_command(data), offer)
     raise ChannelTimeoutError(
         timeout_s=timeout_s,
         waiting_for=f"the sender's next command after bucket {receiver.session.num_batches} in "
@@ -288,6 +303,15 @@ def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
         advice=f"the trainer is stopped or slow; raise "
         f"{'connect' if is_first else 'idle'}_timeout_s if it needs longer",
     )
+
+
+def _asked_for(command: Command, offer: Offer) -> Command:
+    """Refuse an update that came in advance, over a kept connection, without its call."""
+    if isinstance(command, Open) and command.update_id != offer.update_id:
+        raise RemoteProtocolError(
+            f"update {command.update_id} was offered, and {offer.update_id} asked for"
+        )
+    return command
 
 
 def _say(channel: Dialer, reply: Reply) -> None:

@@ -15,6 +15,9 @@ for each receiver.
 
 An ``Abort`` may cross replies that were already on their way: ABORTING takes them and
 stays. Nothing aborts a commit.
+
+A sender in a hurry (``sender.py``) does not wait for the Ready: its Batches cross it, and
+OPENING takes them and stays. Where nobody else votes, READY --Conclude--> COMMITTING.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from .messages import (
     Batch,
     Command,
     Commit,
+    Conclude,
     Deviate,
     Done,
     Error,
@@ -80,6 +84,7 @@ TRANSITIONS: dict[State, dict[type[Message], State]] = {
         Metas: State.OPENING,
         Ready: State.READY,
         Fallback: State.GREETED,
+        Batch: State.OPENING,
         **_LEAVE,
     },
     State.READY: {
@@ -88,11 +93,12 @@ TRANSITIONS: dict[State, dict[type[Message], State]] = {
         Ack: State.READY,
         Deviate: State.READY,
         Finish: State.FINISHING,
+        Conclude: State.COMMITTING,
         **_LEAVE,
     },
     State.FINISHING: {Ack: State.FINISHING, Prepared: State.PREPARED, **_LEAVE},
     State.PREPARED: {Commit: State.COMMITTING, **_LEAVE},
-    State.COMMITTING: {Done: State.COMMITTED, Error: State.FAILED},
+    State.COMMITTING: {Ack: State.COMMITTING, Done: State.COMMITTED, Error: State.FAILED},
     State.ABORTING: {
         Ready: State.ABORTING,
         Fallback: State.ABORTING,
@@ -189,6 +195,8 @@ def _count_ready(session: Session, _: Ready) -> str | None:
 
 
 def _count_batch(session: Session, message: Batch) -> str | None:
+    if session.num_metas_due and session.state is State.OPENING:
+        return f"{session.num_metas_due} metas are still due"
     if message.seq != session.num_batches:
         return f"bucket {message.seq}; expected {session.num_batches}"
     session.num_batches += 1
@@ -215,6 +223,12 @@ def _count_finish(session: Session, message: Finish) -> str | None:
     return None
 
 
+def _count_done(session: Session, _: Done) -> str | None:
+    if session.num_acks != session.num_batches:
+        return f"{session.num_acks} of {session.num_batches} buckets are acknowledged"
+    return None
+
+
 def _count_prepared(session: Session, _: Prepared) -> str | None:
     if session.num_acks != session.num_batches and session.state is State.FINISHING:
         return f"{session.num_acks} of {session.num_batches} buckets are acknowledged"
@@ -229,5 +243,7 @@ _COUNTS: dict[type[Message], Callable[[Session, Any], str | None]] = {
     Ack: _count_ack,
     Deviate: _count_deviate,
     Finish: _count_finish,
+    Conclude: _count_finish,
     Prepared: _count_prepared,
+    Done: _count_done,
 }

@@ -313,6 +313,8 @@ class WeightSync(Keeper):
                 wire = failed["error"]
                 raise from_wire(wire["code"], wire["message"], wire["details"], rank=failed["rank"])
             self._slots.release()
+            # They have hung up.
+            self._known = {}
 
     @property
     def _is_in_process(self) -> bool:
@@ -367,7 +369,11 @@ class WeightSync(Keeper):
         wish.check()
         route = Route(wish=wish, slots=self._slots)
         sender = Sender(
-            update=update, source=source, slots=self._slots, route=route, timeline=timeline
+            update=update,
+            source=source,
+            slots=self._slots,
+            route=route,
+            timeline=timeline,
         )
         with contextlib.closing(source), traced(sender, trace):
             if not is_dry_run:
@@ -412,11 +418,16 @@ class WeightSync(Keeper):
             # References to the trainer's tensors end with the push.
             self._slots.release()
         else:
+            # A new listener knows nobody, so it comes first.
+            listener = self._listening()
+            sender.known = {} if sender.update.is_dry_run else self._known
             self._calls = run_remote(
-                sender, engines=self._engines, listener=self._listening(), asking=asking
+                sender, engines=self._engines, listener=listener, asking=asking
             )
-            if not all(call.is_done for call in self._calls):
-                # A worker that it asks later finds nobody, instead of waiting for a word.
+            self._known = sender.kept()
+            if not all(call.is_done for call in self._calls) or sender.has_silent_guess:
+                # A worker that it asks later finds nobody, instead of waiting for a word, or
+                # taking what was sent before it said one.
                 self._stop_listening()
             if sender.error is None:
                 check_calls(self._engines, self._calls)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .peers import Peer
 from .sender import Sender
 from .timeline import NO_BUCKET, Span
 
@@ -50,7 +49,7 @@ def chrome_trace(sender: Sender) -> dict[str, Any]:
     timeline = sender.timeline
     start_ns = timeline.stages[0].begin_ns if timeline.stages else 0
     events = _process(0, "trainer", [*timeline.stages, *timeline.spans], start_ns=start_ns)
-    peers = sorted(sender.peers.values(), key=_place)
+    peers = sorted(sender.peers.values(), key=lambda peer: peer.place)
     for number, peer in enumerate(peers, start=1):
         # A worker that did not commit has not said what it did.
         spans = () if peer.done is None else peer.done.spans
@@ -67,10 +66,6 @@ def chrome_trace(sender: Sender) -> dict[str, Any]:
             "error": "" if sender.error is None else str(sender.error),
         },
     }
-
-
-def _place(peer: Peer) -> tuple[int, int, int]:
-    return peer.hello.engine, peer.hello.dp_index, peer.hello.rank
 
 
 def _process(number: int, name: str, spans: Iterable[Span], *, start_ns: int) -> list[Event]:

@@ -72,6 +72,9 @@ def run_remote(
     deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
     for call in calls:
         call.wait(max(0.0, deadline_s - time.monotonic()))
+    if sender.has_silent_guess:
+        run.hear_the_rest()
+        sender.is_unsure = not all(call.is_done for call in calls)
     return calls
 
 
@@ -152,9 +155,9 @@ class _Watch:
             )
 
     def _timeout(self) -> tuple[str, float]:
+        if self._sender.num_silent and self._sender.phase is not Phase.ABORTING:
+            return "connect_timeout_s", self._settings.connect_timeout_s
         match self._sender.phase:
-            case Phase.GREETING:
-                return "connect_timeout_s", self._settings.connect_timeout_s
             case Phase.COMMITTING:
                 return "commit_timeout_s", self._settings.commit_timeout_s
             case Phase.ABORTING:
@@ -213,6 +216,11 @@ class _Run:
             if event is not None:
                 self._take(event)
         self._give_up("it did not answer the abort")
+
+    def hear_the_rest(self) -> None:
+        """Take in what has arrived by now."""
+        while (event := self._listener.receive(0.0)) is not None:
+            self._take(event)
 
     def _send(self) -> bool:
         outgoing = self._sender.advance()

@@ -162,6 +162,13 @@ GOLDEN: list[tuple[Message, str]] = [
             "6e756d5f6279746573cf0000010000000000a86d616e6966657374a16d"
         ),
     ),
+    (
+        messages.Conclude(num_batches=2, num_tensors=3, num_bytes=1 << 40, manifest="m"),
+        (
+            "85a474797065a8636f6e636c756465ab6e756d5f6261746368657302ab6e756d5f74656e736f7273"
+            "03a96e756d5f6279746573cf0000010000000000a86d616e6966657374a16d"
+        ),
+    ),
     (messages.Prepared(), "81a474797065a87072657061726564"),
     (messages.Commit(), "81a474797065a6636f6d6d6974"),
     (
@@ -202,7 +209,9 @@ GOLDEN: list[tuple[Message, str]] = [
     ),
     (
         messages.Abort(reason="rank 1 failed"),
-        "82a474797065a561626f7274a6726561736f6ead72616e6b2031206661696c6564",
+        (
+            "82a474797065a561626f7274a6726561736f6ead72616e6b2031206661696c6564"
+        ),
     ),
     (
         messages.Aborted(state=EngineState.UNCHANGED),

@@ -92,7 +92,8 @@ def test_a_setting_that_is_wrong_is_named_with_its_variable(field: str) -> None:
 @pytest.mark.parametrize("phase", Phase)
 def test_a_deadline_that_passed_names_the_setting_that_it_came_from(phase: Phase) -> None:
     settings = Settings(connect_timeout_s=1e-9, idle_timeout_s=1e-9, commit_timeout_s=1e-9)
-    sender: Any = SimpleNamespace(phase=phase, waiting_for=lambda: "rank 0")
+    num_silent = 2 if phase is Phase.GREETING else 0
+    sender: Any = SimpleNamespace(phase=phase, num_silent=num_silent, waiting_for=lambda: "rank 0")
 
     with pytest.raises(ChannelTimeoutError) as caught:
         transfer._Watch(sender, settings).check()
@@ -108,6 +109,7 @@ def test_a_worker_that_waited_too_long_names_the_trainers_setting(name: str) -> 
     offer = serve.Offer(
         protocol=1,
         token="",
+        update_id="",
         endpoints={},
         engine=0,
         connect_timeout_s=1e-9,

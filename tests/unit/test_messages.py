@@ -110,7 +110,8 @@ def decode(data: bytes, kind: type) -> Message:
 
 
 def concrete(base: type) -> set[type]:
-    return set(base.__subclasses__())
+    found = set(base.__subclasses__())
+    return found.union(*map(concrete, found))
 
 
 @pytest.mark.parametrize("handle", [SHM, CUDA], ids=["shm", "cuda_ipc"])

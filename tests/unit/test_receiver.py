@@ -334,7 +334,7 @@ def offers(slots: Slots) -> dict[str, tuple[list[Command], str]]:
         ),
         "a bucket before the metas": (
             [opening(slots, manifest=manifest), Batch(seq=0, region=0)],
-            "not allowed in state OPENING",
+            "1 metas are still due",
         ),
         "an end before the metas": (
             [

@@ -28,6 +28,7 @@ TOKEN = "token"  # noqa: S105 - of this test alone
 OFFER: dict[str, Any] = {
     "protocol": PROTOCOL_VERSION,
     "token": TOKEN,
+    "update_id": "u",
     "endpoints": {"*": link.SCHEME + TOKEN},
     "engine": 0,
     "connect_timeout_s": 1.0,
