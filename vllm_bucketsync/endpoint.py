@@ -109,10 +109,17 @@ class _State:
 
     def __init__(self, engine: Any, models: Any = None) -> None:
         self.engine = engine
-        self.names = Names(models)
+        self.names = Names(models, make_request=_lora_request)
         self.metrics = _metrics()
         self.pause = OwnPause()
         self.running: set[asyncio.Task[Any]] = set()
+
+
+def _lora_request(**fields: Any) -> Any:
+    """Return vLLM's ``LoRARequest``."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**fields)
 
 
 class _Metrics:

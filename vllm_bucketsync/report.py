@@ -129,22 +129,12 @@ class AdapterReport(PushReport):
 
     @property
     def request_kwargs(self) -> dict[str, Any]:
-        """What vLLM's ``LoRARequest`` is made from, where that has to happen elsewhere."""
+        """What vLLM's ``LoRARequest`` is made from: ``LoRARequest(**report.request_kwargs)``."""
         return {
             "lora_name": self.name,
             "lora_int_id": self.lora_int_id,
             "lora_path": self.lora_path,
         }
-
-    def lora_request(self) -> Any:
-        """Return vLLM's ``LoRARequest``, as ``generate(lora_request=…)`` takes it.
-
-        Raises:
-            ImportError: This process has no vLLM; send ``request_kwargs`` to one that has.
-        """
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest(**self.request_kwargs)
 
 
 def adapter_report_of(

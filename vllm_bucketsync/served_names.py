@@ -6,6 +6,7 @@ that is not there is a 404 before any worker hears of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .adapters import check_spec, is_ours
@@ -16,13 +17,15 @@ from .messages import AdapterSpec
 class Names:
     """The names of one API server process."""
 
-    def __init__(self, models: Any) -> None:
+    def __init__(self, models: Any, *, make_request: Callable[..., Any]) -> None:
         """Begin with those that vLLM has.
 
         Args:
             models: vLLM's ``OpenAIServingModels``; ``None`` where the server has none.
+            make_request: Makes vLLM's ``LoRARequest`` from its fields.
         """
         self._models = models
+        self._make_request = make_request
 
     @property
     def _requests(self) -> dict[str, Any]:
@@ -52,9 +55,7 @@ class Names:
 
     def register(self, adapter: AdapterSpec) -> None:
         """Let requests have an adapter's name: every rank of every replica has it now."""
-        from vllm.lora.request import LoRARequest
-
-        self._requests[adapter.name] = LoRARequest(
+        self._requests[adapter.name] = self._make_request(
             lora_name=adapter.name,
             lora_int_id=adapter.lora_int_id,
             lora_path=adapter.lora_path,

@@ -192,8 +192,8 @@ class WeightSync(Keeper):
             trace: See ``push``.
 
         Returns:
-            What it came to. ``report.lora_request()`` is what ``generate`` takes, and
-            ``report.name`` is the ``model`` of an OpenAI request.
+            What it came to. ``generate`` takes a ``LoRARequest(**report.request_kwargs)``, and
+            an OpenAI request has ``report.name`` as its ``model``.
 
         Raises:
             SourceError: The adapter cannot be sent.

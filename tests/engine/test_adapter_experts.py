@@ -11,26 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import adapters, engines
-from support.adapters import CONFIG, LORA, Tensors, from_disk, pair, put
+from support import engines
+from support.adapter_tensors import CONFIG, Tensors, experts, pair, save_tensors
+from support.adapters import LORA, from_disk, manager_of, put
+from support.lora_slots import slot_hashes
 
 from vllm_bucketsync import AdapterError, AdapterTensorError
 from vllm_bucketsync.adapters import id_of
 from vllm_bucketsync.worker.lora import shelf
-
-
-def experts(seed: int, *, num_experts: int = 4) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    found: Tensors = {}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}"
-        sizes = {"self_attn.q_proj": (64, 160), "self_attn.o_proj": (160, 64), "mlp.gate": (64, 4)}
-        for expert in range(num_experts):
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                sizes[f"mlp.experts.{expert}.{part}"] = (64, 64)
-        for name, (inputs, outputs) in sizes.items():
-            found |= pair(f"{prefix}.{name}", inputs, outputs, rank=4, seed=generator)
-    return found
 
 
 def stacked_experts(seed: int) -> Tensors:
@@ -69,17 +57,18 @@ def test_experts_get_what_the_same_adapter_on_disk_gives_them(
 
     for name, value in attributes.items():
         monkeypatch.setattr(Qwen3MoeForCausalLM, name, value)
-    folder = adapters.save_tensors(make(1), CONFIG, tmp_path)
+    folder = save_tensors(make(1), CONFIG, tmp_path)
     number = id_of("policy")
     with engines.running_engine(checkpoint("qwen3_moe", 0), **LORA, **settings) as llm:
+        worker = engines.worker_of(llm)
         llm.llm_engine.add_lora(from_disk(folder, 1, is_3d_lora_weight=is_stacked))
-        truth = adapters.slot_bytes(llm, 1)
+        truth = slot_hashes(worker, 1)
         for seed in (2, 1):
             put(llm, make(seed), slot_size_bytes=4096)
-            assert (adapters.slot_bytes(llm, number) == truth) is (seed == 1)
-        kept = shelf.shelf_of(engines.worker_of(llm))
+            assert (slot_hashes(worker, number) == truth) is (seed == 1)
+        kept = shelf.shelf_of(worker)
         kept.restore()
-        assert adapters.slot_bytes(llm, number) == truth
+        assert slot_hashes(worker, number) == truth
 
         for part in ("experts.3.up_proj", "experts.base_layer"):
             lacking = {name: one for name, one in make(1).items() if part not in name}
@@ -89,7 +78,7 @@ def test_experts_get_what_the_same_adapter_on_disk_gives_them(
         if make is stacked_experts:
             with pytest.raises(AdapterTensorError, match=r"expected \[16, 64\]"):
                 put(llm, {name: one[:8] if "_A" in name else one for name, one in make(1).items()})
-        assert adapters.slot_bytes(llm, number) == truth
+        assert slot_hashes(worker, number) == truth
 
 
 def test_stacked_experts_are_refused_with_vllm_s_reason_where_it_cannot_take_them_apart(
@@ -98,4 +87,4 @@ def test_stacked_experts_are_refused_with_vllm_s_reason_where_it_cannot_take_the
     with engines.running_engine(checkpoint("qwen3_moe", 0), **LORA) as llm:
         with pytest.raises(AdapterError, match="--enable-mixed-moe-lora-format"):
             put(llm, stacked_experts(1))
-        assert adapters.manager_of(llm).list_adapters() == {}
+        assert manager_of(llm).list_adapters() == {}

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapter_tensors import CONFIG
 from support.pushes import metas_of
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_bucketsync import AdapterConfigError, AdapterTensorError
 from vllm_bucketsync.worker.lora.fit import check_fit
 from vllm_bucketsync.worker.lora.settings import read_config
-
-CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
 @pytest.fixture(autouse=True)

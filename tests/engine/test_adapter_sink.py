@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 from support import adapters, engines, tiny_models
+from support.adapter_tensors import CONFIG, save_tensors
 from support.adapters import (
-    CONFIG,
     LORA,
     from_disk,
     opened,
@@ -54,7 +54,7 @@ def test_adapters_come_through_buckets_of_any_size(
     declared: bool, llm: Any, tmp_path: Path
 ) -> None:
     tensors = tensors_of(1)
-    folder = adapters.save_tensors(tensors, CONFIG, tmp_path)
+    folder = save_tensors(tensors, CONFIG, tmp_path)
     truth = outputs_of(llm, from_disk(folder, 1))
     before = {name: bytes_of(tensor) for name, tensor in tensors.items()}
 
@@ -71,7 +71,7 @@ def test_adapters_come_through_buckets_of_any_size(
 def evicted(llm: Any, tmp_path: Path) -> None:
     """Use other adapters until vLLM has forgotten ours."""
     for number, seed in ((11, 2), (12, 3)):
-        folder = adapters.save_tensors(tensors_of(seed), CONFIG, tmp_path / str(number))
+        folder = save_tensors(tensors_of(seed), CONFIG, tmp_path / str(number))
         outputs_of(llm, from_disk(folder, number))
     assert id_of("policy") not in adapters.manager_of(llm).list_adapters()
 
@@ -86,7 +86,7 @@ class KeepsViews(AdapterSink):
 
 
 def test_views_of_a_bucket_would_show(llm: Any, tmp_path: Path) -> None:
-    folder = adapters.save_tensors(tensors_of(1), CONFIG, tmp_path)
+    folder = save_tensors(tensors_of(1), CONFIG, tmp_path)
     truth = outputs_of(llm, from_disk(folder, 1))
     worker = engines.worker_of(llm)
 
@@ -100,7 +100,7 @@ def test_views_of_a_bucket_would_show(llm: Any, tmp_path: Path) -> None:
 def test_an_adapter_that_vllm_has_scaled_and_forgotten_comes_back_from_a_pristine_copy(
     has_clones: bool, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = adapters.save_tensors(tensors_of(1), CONFIG, tmp_path)
+    folder = save_tensors(tensors_of(1), CONFIG, tmp_path)
     truth = outputs_of(llm, from_disk(folder, 1))
     with monkeypatch.context() as patch:
         if not has_clones:

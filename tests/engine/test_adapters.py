@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import adapters, engines, tiny_models
+from support.adapter_tensors import ATTENTION, request_of
 from support.adapters import LORA, Outputs, from_disk, outputs_of, peft_model
 from support.bytes_of import bytes_of
 
@@ -48,7 +49,7 @@ class Stage:
 
     def says(self, report: Any, *, base: int = 0) -> int:
         """Return the seed of the adapter whose outputs these are."""
-        outputs = outputs_of(self.llm, None if report is None else report.lora_request())
+        outputs = outputs_of(self.llm, None if report is None else request_of(report))
         found = [seed for (b, seed), truth in self.truth.items() if (b, outputs) == (base, truth)]
         assert len(found) == 1, "these are the outputs of no adapter"
         return found[0]
@@ -200,7 +201,7 @@ def test_base_weights_and_adapters_alternate_in_any_order(stage: Stage, sync: We
 def test_merged_weights_are_pushed_without_changing_the_model(
     stage: Stage, sync: WeightSync
 ) -> None:
-    model = peft_model(1, targets=[*adapters.ATTENTION, "up_proj"])
+    model = peft_model(1, targets=[*ATTENTION, "up_proj"])
     before = {name: bytes_of(tensor) for name, tensor in model.state_dict().items()}
     policy = sync.push_lora(peft_model(2), name="policy", version=1)
 
@@ -210,16 +211,16 @@ def test_merged_weights_are_pushed_without_changing_the_model(
 
     assert {name: bytes_of(tensor) for name, tensor in model.state_dict().items()} == before
     merged = outputs_of(stage.llm)
-    with_policy = outputs_of(stage.llm, policy.lora_request())
+    with_policy = outputs_of(stage.llm, request_of(policy))
     sync.push(tiny_models.checkpoint_tensors("qwen3", seed=0), version="back")
     sync.push(model.merge_and_unload(), version="PEFT's own")
     assert outputs_of(stage.llm) == merged != stage.truth[0, 0]
-    assert outputs_of(stage.llm, policy.lora_request()) == with_policy
+    assert outputs_of(stage.llm, request_of(policy)) == with_policy
     sync.push(tiny_models.checkpoint_tensors("qwen3", seed=0), version="back")
 
 
 def tensors_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    model = peft_model(seed, targets=adapters.ATTENTION)
+    model = peft_model(seed, targets=ATTENTION)
     return _tensors(model), model.peft_config["default"].to_dict()
 
 
@@ -292,11 +293,7 @@ REFUSED: dict[str, tuple[type[AdapterError], Change, dict[str, Any], dict[str, A
         AdapterModuleError,
         renamed("model.layers", "transformer.h"),
         {},
-        {
-            "unmatched": tuple(
-                f"transformer.h.{n}.self_attn.{p}" for n in (0, 1) for p in adapters.ATTENTION
-            )
-        },
+        {"unmatched": tuple(f"transformer.h.{n}.self_attn.{p}" for n in (0, 1) for p in ATTENTION)},
     ),
     "one module that matches nothing": (
         AdapterModuleError,
@@ -308,7 +305,7 @@ REFUSED: dict[str, tuple[type[AdapterError], Change, dict[str, Any], dict[str, A
         AdapterModuleError,
         renamed("layers.1.", "layers.9."),
         {},
-        {"unmatched": tuple(f"model.layers.9.self_attn.{p}" for p in adapters.ATTENTION)},
+        {"unmatched": tuple(f"model.layers.9.self_attn.{p}" for p in ATTENTION)},
     ),
     "a missing partner": (
         AdapterTensorError,
@@ -378,12 +375,10 @@ def test_modules_may_go_unapplied_where_they_are_named(stage: Stage, sync: Weigh
 
     assert report.skipped == tuple(
         f"visual.blocks.0.self_attn.{part}.lora_{side}.weight"
-        for part in sorted(adapters.ATTENTION)
+        for part in sorted(ATTENTION)
         for side in "AB"
     )
-    assert outputs_of(stage.llm, report.lora_request()) == outputs_of(
-        stage.llm, plain.lora_request()
-    )
+    assert outputs_of(stage.llm, request_of(report)) == outputs_of(stage.llm, request_of(plain))
     only = {name: one for name, one in with_more.items() if "visual" in name}
     with pytest.raises(AdapterModuleError, match="any of it"):
         sync.push_lora((only, config), name="more", version=2, partial=["visual.*"])
@@ -425,7 +420,7 @@ def test_a_request_for_an_adapter_that_is_gone_ends_neither_the_engine_nor_other
     assert sync.remove_lora("gone")
 
     def is_answered_with_nan() -> bool:
-        outputs = outputs_of(stage.llm, gone.lora_request())
+        outputs = outputs_of(stage.llm, request_of(gone))
         return all(math.isnan(logprob) for answer in outputs for _, logprob in answer)
 
     assert is_answered_with_nan()
@@ -505,7 +500,7 @@ def test_a_request_for_an_evicted_adapter_takes_the_oldest_pin_where_everything_
     assert f"adapter {older.lora_int_id} loses its pin" in caplog.text
 
     # A batch that asks for both of the others at once has them both.
-    requests = [older.lora_request(), evicted.lora_request()]
+    requests = [request_of(older), request_of(evicted)]
     prompts = engines.PROMPTS[:2]
     answers = outputs_of(stage.llm, requests, prompts=prompts)
     assert [tokens(one) for one in answers] == [
@@ -556,7 +551,7 @@ def test_scales_that_differ_by_module_are_those_of_the_config(
 ) -> None:
     model = peft_model(
         5,
-        targets=adapters.ATTENTION,
+        targets=ATTENTION,
         use_rslora=True,
         rank_pattern={"q_proj": 2, "layers.1.self_attn.o_proj": 8},
         alpha_pattern={"v_proj": 3},
@@ -565,9 +560,7 @@ def test_scales_that_differ_by_module_are_those_of_the_config(
 
     report = sync.push_lora(model, name="policy", version=1)
 
-    assert outputs_of(stage.llm, report.lora_request()) == outputs_of(
-        stage.llm, from_disk(folder, 9)
-    )
+    assert outputs_of(stage.llm, request_of(report)) == outputs_of(stage.llm, from_disk(folder, 9))
     stage.llm.llm_engine.remove_lora(9)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import engines
+from support.adapter_tensors import request_of
 from support.adapters import LORA, outputs_of, peft_model
 from vllm.lora.request import LoRARequest
 
@@ -33,7 +34,7 @@ def test_an_engine_that_was_restarted_outlives_a_request_of_before(
 
         assert all(math.isnan(logprob) for answer in outputs for _, logprob in answer)
         report = sync.push_lora(peft_model(1), name="policy", version=10)
-        assert outputs_of(llm, stale) == outputs_of(llm, report.lora_request()) != outputs
+        assert outputs_of(llm, stale) == outputs_of(llm, request_of(report)) != outputs
 
 
 def test_an_engine_without_lora_says_how_to_start_it(

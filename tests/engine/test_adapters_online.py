@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from support import adapters
+from support.adapter_tensors import LINEAR, request_of
 from support.adapters import Outputs, from_disk
 from support.async_engines import Running, running_async
 from support.process_engines import EXTENSION
@@ -78,7 +79,7 @@ class Stage:
     def says(self, name: str, report: Any) -> tuple[int, int]:
         """Return whose adapter the server and the AsyncLLM answer with, by seed."""
         answer, _ = self.answer(name)
-        outputs = in_words(self.running, report.lora_request())
+        outputs = in_words(self.running, request_of(report))
         (on_server,) = [seed for seed, truth in self.answers.items() if truth == answer]
         (in_llm,) = [seed for seed, truth in self.truth.items() if truth == outputs]
         return on_server, in_llm
@@ -105,7 +106,7 @@ def trained(folder: Path, seed: int, **config: Any) -> Any:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(seed)
-    settings = {"r": 4, "lora_alpha": 16, "target_modules": list(adapters.LINEAR)} | config
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": list(LINEAR)} | config
     return get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))
 
 
@@ -250,15 +251,15 @@ def test_requests_that_run_end_on_the_old_adapter_or_go_on_with_the_new_one(
         ends = {}
         for seed in (2, 1):
             report = sync.push_lora(trained(stage.folder, seed), name="policy", version=seed)
-            ends[seed] = running.ask(prompt, report.lora_request(), num_tokens=100).result(60)
+            ends[seed] = running.ask(prompt, request_of(report), num_tokens=100).result(60)
         assert ends[1] != ends[2]
 
-        asked = running.ask(prompt, report.lora_request(), num_tokens=100)
+        asked = running.ask(prompt, request_of(report), num_tokens=100)
         report = sync.push_lora(trained(stage.folder, 2), name="policy", version=3, pause=mode)
         was_running = not asked.done()
         answer = asked.result(60)
 
-        assert running.ask(prompt, report.lora_request(), num_tokens=100).result(60) == ends[2]
+        assert running.ask(prompt, request_of(report), num_tokens=100).result(60) == ends[2]
         assert len(answer) == 100
         assert was_running is (mode == "keep")
         if mode == "wait":
@@ -266,7 +267,7 @@ def test_requests_that_run_end_on_the_old_adapter_or_go_on_with_the_new_one(
         else:
             assert answer not in ends.values()
             assert answer[0] == ends[1][0]
-        asked = running.ask(prompt, report.lora_request(), num_tokens=100)
+        asked = running.ask(prompt, request_of(report), num_tokens=100)
         assert sync.remove_lora("policy")
         assert asked.done()
         assert asked.result(0) == ends[2]

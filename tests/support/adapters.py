@@ -13,7 +13,7 @@ from typing import Any
 # First, because it sets what vLLM reads from the environment when it is imported.
 from support import engines, tiny_models  # isort: skip
 import torch
-from safetensors.torch import save_file
+from support.adapter_tensors import CONFIG, LINEAR, Tensors
 from support.pushes import push
 
 from vllm_bucketsync.adapters import spec_of
@@ -23,10 +23,7 @@ from vllm_bucketsync.worker import sleeps
 from vllm_bucketsync.worker.lora.sink import AdapterSink
 
 Outputs = list[list[tuple[int, float]]]
-Tensors = dict[str, torch.Tensor]
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 # On the CPU, vLLM computes requests without an adapter with the last slot's embedding and head
 # (an index of -1 in torch_ops), so tests that ask the base model as well leave these two out.
 EVERYTHING = (*LINEAR, "embed_tokens", "lm_head")
@@ -55,22 +52,6 @@ def saved(model: Any, folder: Path) -> Path:
     """Write a PEFT model's adapter as PEFT does, and return its folder."""
     model.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
-
-
-def save_tensors(tensors: Tensors, config: dict[str, Any], folder: Path) -> Path:
-    """Write an adapter that PEFT has no model for, and return its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def pair(name: str, inputs: int, outputs: int, *, rank: int, seed: torch.Generator) -> Tensors:
-    """Return one module's two tensors, under PEFT's names."""
-    return {
-        f"base_model.model.{name}.lora_A.weight": torch.randn(rank, inputs, generator=seed) * 0.3,
-        f"base_model.model.{name}.lora_B.weight": torch.randn(outputs, rank, generator=seed) * 0.3,
-    }
 
 
 def from_disk(folder: Path, number: int = 1, **settings: Any) -> Any:
@@ -109,26 +90,6 @@ def outputs_of(
 def manager_of(llm: Any) -> Any:
     """Return vLLM's LoRA model manager of an in-process engine."""
     return engines.worker_of(llm).model_runner.lora_manager._adapter_manager
-
-
-def slot_bytes(llm: Any, lora_int_id: int) -> dict[str, bytes]:
-    """Return the bytes of every tensor in an active adapter's slot, by module."""
-    manager = manager_of(llm)
-    slot = manager.lora_index_to_id.index(lora_int_id)
-    found = {}
-    for name, module in manager.modules.items():
-        for attribute, held in sorted(vars(module).items()):
-            if attribute.endswith(("_a_stacked", "_b_stacked")):
-                tensors = held if isinstance(held, tuple) else (held,)
-                if isinstance(held, list):
-                    # Views, one for each slot and expert, of what the others are.
-                    continue
-                for index, tensor in enumerate(tensors):
-                    found[f"{name}.{attribute}.{index}"] = engines.tensor_bytes(tensor[slot])
-    return found
-
-
-CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
 def opened(

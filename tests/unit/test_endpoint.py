@@ -436,7 +436,7 @@ class FakeModels:
 @pytest.fixture
 def models(server: TestClient) -> FakeModels:
     found = FakeModels()
-    server.app.state.bucketsync.names = Names(found)  # type: ignore[attr-defined]
+    server.app.state.bucketsync.names = Names(found, make_request=SimpleNamespace)  # type: ignore[attr-defined]
     return found
 
 
@@ -532,7 +532,7 @@ def test_a_name_that_stands_for_something_else_is_refused_before_workers_are_ask
         detail = answer.json()["detail"]
         assert (detail["code"], detail["details"]["adapter"]) == ("adapter", name)
         assert "cannot be served" in detail["message"]
-    server.app.state.bucketsync.names = Names(None)  # type: ignore[attr-defined]
+    server.app.state.bucketsync.names = Names(None, make_request=SimpleNamespace)  # type: ignore[attr-defined]
     assert server.post("update", json=ADAPTER).json()["detail"]["code"] == "adapter"
     assert engine.asked == []
 

@@ -58,11 +58,39 @@ def test_the_trainer_s_side_works_where_vllm_is_missing() -> None:
     assert run(script) == ""
 
 
-def test_nothing_calls_what_a_device_without_cuda_ipc_cannot_do() -> None:
-    package = Path(vllm_bucketsync.__file__).parent
+PACKAGE = Path(vllm_bucketsync.__file__).parent
+# What runs in an engine's processes, or starts the engine that it measures.
+KNOW_VLLM = ("worker/", "bench/engine/", "endpoint.py")
 
+
+def imported_anywhere(path: Path) -> set[str]:
+    """Return what a file imports, inside functions as well, by statement or by name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found.update(str(one.value) for one in node.args if isinstance(one, ast.Constant))
+    return found
+
+
+def test_the_trainer_s_side_imports_vllm_in_no_function_either() -> None:
+    knowing = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if any(name.partition(".")[0] == "vllm" for name in imported_anywhere(path))
+    }
+
+    assert {name for name in knowing if not name.startswith(KNOW_VLLM)} == set()
+    # It sees those that do.
+    assert {"worker/compat.py", "endpoint.py"} <= knowing
+
+
+def test_nothing_calls_what_a_device_without_cuda_ipc_cannot_do() -> None:
     # The benchmark runs vLLM's own transfer beside ours, and cleans up after that.
-    paths = [path for path in package.rglob("*.py") if "bench" not in path.parts]
+    paths = [path for path in PACKAGE.rglob("*.py") if "bench" not in path.parts]
     assert len(paths) > 100
     for path in paths:
         names = {getattr(node, "attr", None) for node in ast.walk(ast.parse(path.read_text()))}

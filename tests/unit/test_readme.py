@@ -88,7 +88,7 @@ def test_a_program_uses_what_there_is_as_it_is_meant(
     double = mock.create_autospec(WeightSync)
     double.return_value.__enter__.return_value = double.return_value
     monkeypatch.setattr(vllm_bucketsync, "WeightSync", double)
-    for module in ("peft", "transformers", "vllm"):
+    for module in ("peft", "transformers", "vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, module, mock.MagicMock())
     names: dict[str, Any] = {"__name__": "__main__"}
 

@@ -45,9 +45,7 @@ class Waiver:
 
     def tied_to(self, name: str | None) -> str | None:
         """Return the name whose parameter ``name``, as the loaders know it, shares."""
-        # Adapters wrap modules, which their loaders hide.
-        plain = {one.replace(".base_layer.", "."): other for one, other in self.tied.items()}
-        return plain.get(name or "")
+        return self.tied.get(name or "")
 
     def covers(self, name: str) -> bool:
         """Whether parameter ``name`` may keep its old value."""

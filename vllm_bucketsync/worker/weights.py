@@ -8,7 +8,8 @@ it comes. What no plan has goes through vLLM's own layerwise loaders.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .memory import WeightMemory
 from .record import LoadRecord
 from .replay import Replay
 from .verify import Check
+from .wrapped import Wrapped, plain
 
 __all__ = ["WeightMemory", "WeightSink"]
 
@@ -56,15 +58,15 @@ class WeightSink:
         Args:
             worker: vLLM's worker, its model loaded.
             partial: fnmatch patterns of the engine's parameters (by the names of
-                ``model.named_parameters()``) that may stay without a value. A module
-                that is sent in part is an error all the same.
+                ``model.named_parameters()``, whether LoRA is enabled or not) that may
+                stay without a value. A module that is sent in part is an error all the same.
             memory: What is kept of one update for the next.
             is_promise: The manifest is what will come; else it is what the last stream
                 was, and that it does not fit says nothing of this one.
             mode: Whether to load by plan.
         """
         self._worker = worker
-        self._partial = tuple(partial)
+        self._partial = tuple(plain(pattern) for pattern in partial)
         self._memory = WeightMemory() if memory is None else memory
         self._mode = mode
         self._result: DryRunResult | None = None
@@ -77,6 +79,7 @@ class WeightSink:
         self._was_begun = False
         self._loaders: Loaders | None = None
         self._check: Check | None = None
+        self._wrapped: Wrapped | None = None
         self._notes: list[str] = []
 
     @property
@@ -100,10 +103,11 @@ class WeightSink:
         """
         guards.refuse_unfit(self._worker)
         with compat.engine_context(self._worker.vllm_config):
-            model = self._model
-            if layerwise.is_open(model):
-                layerwise.put_back(model)
+            # vLLM's own knows the model with its wrappers.
+            if layerwise.is_open(self._model):
+                layerwise.put_back(self._model)
                 self._notes.append("the rest of another reload, which had failed, was put back")
+        with self._at_work():
             if manifest is not None:
                 self._preflight(manifest)
 
@@ -118,7 +122,7 @@ class WeightSink:
         Raises:
             LoadError: A tensor was refused. Only ``abort`` may follow.
         """
-        with compat.engine_context(self._worker.vllm_config):
+        with self._at_work():
             self._was_begun = True
             if self._check is not None:
                 self._check.keep(bucket.pieces)
@@ -134,7 +138,7 @@ class WeightSink:
         Raises:
             LoadError: One has none, or only a part of it.
         """
-        with compat.engine_context(self._worker.vllm_config):
+        with self._at_work():
             found = [] if self._loaders is None else self._loaders.unfinished()
             # A dry run has shown that a declared manifest misses nothing.
             if not self._is_declared:
@@ -152,7 +156,7 @@ class WeightSink:
         """
         loaders, split = self._loaders, LoadSplit()
         skipped: dict[str, str] = {}
-        with compat.engine_context(self._worker.vllm_config):
+        with self._at_work():
             self._was_begun = True
             if loaders is not None:
                 skipped.update(loaders.skipped)
@@ -166,6 +170,7 @@ class WeightSink:
                 self._check.compare()
             if self._replay is not None:
                 split = _joined(self._replay.settle(), split)
+        with compat.engine_context(self._worker.vllm_config):
             self._notes.extend(caches.drop_caches(self._worker))
             if not self._partial:
                 sleeps.regain_base(self._worker)
@@ -190,7 +195,7 @@ class WeightSink:
         """
         if not self._was_begun:
             return EngineState.UNCHANGED
-        with compat.engine_context(self._worker.vllm_config):
+        with self._at_work():
             is_torn = self._loaders is not None and self._loaders.abort()
             if self._replay is not None:
                 is_torn |= self._replay.has_written
@@ -208,6 +213,14 @@ class WeightSink:
         if self._check is not None:
             self._check.release()
         self._loaders = self._replay = self._check = None
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Have vLLM's config set, and the model as it is without LoRA."""
+        if self._wrapped is None:
+            self._wrapped = Wrapped(self._model)
+        with compat.engine_context(self._worker.vllm_config), self._wrapped.taken_off():
+            yield
 
     @property
     def _model(self) -> torch.nn.Module:

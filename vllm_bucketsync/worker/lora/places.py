@@ -52,15 +52,18 @@ def is_head(module: Any) -> bool:
 
 
 def nan_head(name: str, module: Any, *, dtype: torch.dtype) -> LoRALayerWeights:
-    """Return an adapter of rank 1 that makes every logit NaN.
+    """Return an adapter of rank 1 that makes every log-probability NaN.
 
     It does so at the very end: from anywhere before, attention would carry NaN into other
-    requests, out of blocks of the cache that are used again.
+    requests, out of blocks of the cache that are used again. Two logits are infinite, of
+    either sign, so that one is the largest: the largest of NaNs is, to kernels that compare,
+    any number at all, and one that is no token ends the engine.
     """
     head = LoRALayerWeights.create_dummy_lora_weights(
         name, module.hidden_size, module.base_layer.vocab_size, 1, dtype, "cpu"
     )
-    head.lora_b.fill_(float("nan"))
+    head.lora_a.fill_(1.0)
+    head.lora_b[0], head.lora_b[1] = float("inf"), float("-inf")
     return head
 
 
