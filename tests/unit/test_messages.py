@@ -110,7 +110,7 @@ def decode(data: bytes, kind: type) -> Message:
 
 
 def concrete(base: type) -> set[type]:
-    found = set(base.__subclasses__())
+    found: set[type] = set(base.__subclasses__())
     return found.union(*map(concrete, found))
 
 
