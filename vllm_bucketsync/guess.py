@@ -59,15 +59,16 @@ def may_hurry(peers: Sequence[Peer], opened: Open) -> bool:
     )
 
 
-def check(peer: Peer, said: Hello) -> None:
-    """Confirm that a worker is what it was taken for.
+def check(peer: Peer, said: Hello, opened: Open) -> None:
+    """Confirm that a worker is what it was taken for, and has what it was offered by name.
 
     Raises:
         RemoteProtocolError: It is not.
     """
     guess = peer.hello
     is_same = said.instance_id == guess.instance_id and place_of(said) == peer.place
-    if not is_same or not set(guess.regions) <= set(said.regions):
+    needed = {handle.id for handle in opened.handles} & set(guess.regions)
+    if not is_same or not needed <= set(said.regions):
         raise RemoteProtocolError(
             f"{peer} is not as its last update left it, though its connection stands; "
             f"nothing was written; push again"
@@ -77,6 +78,5 @@ def check(peer: Peer, said: Hello) -> None:
 def _next_hello(hello: Hello, opened: Open, manifest: str) -> Hello:
     others = [digest for digest in hello.manifests if digest != manifest]
     manifests = (*others, manifest)[-MAX_MANIFESTS:]
-    # Others that it has may lose their owner in between, and are dropped then.
     regions = tuple(handle.id for handle in opened.handles)
     return replace(hello, manifests=manifests, regions=regions)

@@ -1,6 +1,7 @@
 """How tensors look, for many at a time: whether they are as they were is cheap to ask.
 
-One call of C for each question and tensor, and no statement of Python. Looks say where
+One call of C for each question and tensor, and no statement of Python; not even where a
+subclass has a ``__torch_function__``, as vLLM's parameters have. Looks say where
 elements are and what they mean; what the elements are worth is nobody's business here.
 """
 
@@ -26,15 +27,17 @@ class Looks:
     """Addresses, dtypes, shapes, strides, and what conjugates or negates. Keeps no tensor."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self._seen = [list(map(look, tensors)) for look in _LOOKS]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._seen = [list(map(look, tensors)) for look in _LOOKS]
 
     def are_those_of(self, tensors: Sequence[torch.Tensor], *, first: int = 0) -> bool:
         """Whether tensors look as the ones did that were seen, from the ``first`` on."""
         end = first + len(tensors)
-        return all(
-            list(map(look, tensors)) == seen[first:end]
-            for look, seen in zip(_LOOKS, self._seen, strict=True)
-        )
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(
+                list(map(look, tensors)) == seen[first:end]
+                for look, seen in zip(_LOOKS, self._seen, strict=True)
+            )
 
     def __len__(self) -> int:
         """Return how many were seen."""

@@ -262,9 +262,9 @@ class Sender:
 
     def _confirm(self, peer: Peer, hello: Hello) -> None:
         """Take a worker at its word, which was known before it came."""
-        if not self._has_token(hello):
+        if self._opened is None or not self._has_token(hello):
             raise RemoteProtocolError(f"{peer} answered another offer; push again")
-        guess.check(peer, hello)
+        guess.check(peer, hello, self._opened)
         peer.hello, peer.is_guessed = hello, False
 
     def _forget(self, key: bytes) -> None:

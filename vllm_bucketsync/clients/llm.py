@@ -33,6 +33,13 @@ class LlmEngine:
         executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
         self.is_in_process = hasattr(executor, "driver_worker") and self.num_workers() == 1
 
+    @property
+    def _has_encoder(self) -> bool:
+        """Whether the engine may keep what an encoder made, of images for one."""
+        config = getattr(self._llm.llm_engine.vllm_config, "model_config", None)
+        kinds = ("is_multimodal_model", "is_encoder_decoder")
+        return any(getattr(config, kind, True) for kind in kinds)
+
     def num_workers(self) -> int:
         """Return tensor times pipeline parallel size, times the replicas it drives."""
         replicas = getattr(self._llm.llm_engine.engine_core, "engine_ranks_managed", [0])
@@ -53,8 +60,9 @@ class LlmEngine:
             return UpdateAnswer(results=results)
         engine = self._llm.llm_engine
         drops_caches = bool(engine.reset_prefix_cache(reset_running_requests=True))
-        engine.reset_mm_cache()
-        engine.reset_encoder_cache()
+        if self._has_encoder:
+            engine.reset_mm_cache()
+            engine.reset_encoder_cache()
         is_new = verdict(results) is EngineState.COMMITTED and request.weight_version is not None
         if is_new and hasattr(engine, "set_weight_version"):
             engine.set_weight_version(request.weight_version)

@@ -6,6 +6,7 @@ here, says so; ``tests/engine/test_compat.py`` shows that each fault is still th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +91,23 @@ def is_processed_last(module: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     return isinstance(module, Attention | MLAAttention)
+
+
+def is_settled(module: torch.nn.Module) -> bool:
+    """Whether finalising ``module`` once more would only write the constants that it has.
+
+    So it is for plain attention: its scales are ones, whatever the weights, and its
+    backend prepares nothing. Only of a module for which ``is_processed_last``, and which
+    was finalised before.
+    """
+    impl = getattr(module, "impl", None)
+    owners = (one for one in type(impl).__mro__ if "process_weights_after_loading" in vars(one))
+    return (
+        type(module).__name__ == "Attention"
+        and inspect.isabstract(next(owners, None))
+        and getattr(module, "quant_config", module) is None
+        and getattr(module, "calculate_kv_scales", True) is False
+    )
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -274,7 +292,8 @@ def why_not_known_as_direct(module: torch.nn.Module) -> str:
 
 def kernel_of(module: torch.nn.Module) -> tuple[Any, ...]:
     """Return the objects that compute with a module's weights."""
-    method = getattr(module, "quant_method", None)
+    # Not ``getattr``, which is slow for a module that has none. Either table may have it.
+    method = vars(module).get("quant_method") or module._modules.get("quant_method")
     return (method, getattr(method, "moe_kernel", None))
 
 

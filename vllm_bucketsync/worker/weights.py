@@ -25,6 +25,7 @@ from .completeness import Waiver
 from .dryrun import DryRunResult, dry_run
 from .loaders import Loaders
 from .memory import WeightMemory
+from .model_looks import ModelLooks
 from .record import LoadRecord
 from .replay import Replay
 from .verify import Check
@@ -73,7 +74,7 @@ class WeightSink:
         self._is_promise = is_promise
         self._is_declared = False
         self._replay: Replay | None = None
-        self._processed_last: Sequence[torch.nn.Module] = ()
+        self._looks: ModelLooks | None = None
         self._left_at: int | None = None
         self._is_handed_over = False
         self._was_begun = False
@@ -163,9 +164,11 @@ class WeightSink:
                 loaders.finalise()
                 split = LoadSplit(num_loaded=loaders.num_modules, loaded_bytes=loaders.num_bytes)
             else:
+                looks = self._looks or self._memory.look_at(self._worker)
                 layerwise.finish(
-                    self._model, self._worker.model_config, processed_last=self._processed_last
+                    self._model, self._worker.model_config, processed_last=looks.processed_last
                 )
+                looks.note_finalised()
             if self._check is not None:
                 self._check.compare()
             if self._replay is not None:
@@ -218,7 +221,8 @@ class WeightSink:
     def _at_work(self) -> Iterator[None]:
         """Have vLLM's config set, and the model as it is without LoRA."""
         if self._wrapped is None:
-            self._wrapped = Wrapped(self._model)
+            takes_adapters = self._worker.vllm_config.lora_config is not None
+            self._wrapped = Wrapped(self._model if takes_adapters else None)
         with compat.engine_context(self._worker.vllm_config), self._wrapped.taken_off():
             yield
 
@@ -228,7 +232,7 @@ class WeightSink:
         return model
 
     def _preflight(self, manifest: Manifest) -> None:
-        self._processed_last = self._memory.look_at(self._worker).processed_last
+        self._looks = self._memory.look_at(self._worker)
         result = self._memory.result_for(
             manifest,
             partial=self._partial,

@@ -24,15 +24,15 @@ _PREFIX = "lora_base_layer_prefix"
 class Wrapped:
     """The layers of one model that are wrapped; none where it takes no adapters."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module | None) -> None:
         """Find them; the model is as it is.
 
         Args:
-            model: vLLM's, at rest.
+            model: vLLM's, at rest; ``None`` for one that takes no adapters.
         """
         self._places: list[tuple[dict[str, Any], str, BaseLayerWithLoRA]] = []
         self._prefixed: list[tuple[torch.nn.Module, str]] = []
-        for module in model.modules():
+        for module in () if model is None else model.modules():
             # The dictionary itself: it keeps its order, and no hook of the module's runs.
             children: dict[str, Any] = module._modules
             self._places += [
