@@ -1,0 +1,196 @@
+"""Proves that warm updates, sent before a worker has spoken, bring the right bytes or an error.
+
+Real worker processes, which stay connected between updates; what they are connected for
+may end, change or go wrong in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.bytes_of import bytes_of
+from support.fake_engine import FakeEngine
+from support.thread_engine import ThreadEngine
+
+from vllm_bucketsync import serve
+from vllm_bucketsync.clients.base import UpdateAnswer, UpdateRequest
+from vllm_bucketsync.errors import (
+    BucketSyncError,
+    ChannelTimeoutError,
+    EngineState,
+    EngineUnreachableError,
+)
+from vllm_bucketsync.sync import WeightSync
+
+
+def tensors_of(step: int, *, size: int = 300) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {f"t{number}": torch.randn(size, generator=generator) for number in range(9)}
+
+
+def push(sync: WeightSync, engine: FakeEngine, step: int, **options: Any) -> None:
+    """Push, and compare what every worker has, byte for byte, by its hash."""
+    tensors = tensors_of(step, **options)
+    sync.push(tensors, version=step)
+    expected = {name: hash_of(tensor) for name, tensor in tensors.items()}
+    for loaded in engine.call("loaded"):
+        assert {name: found[2] for name, found in loaded.items()} == expected
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(bytes_of(tensor), digest_size=16).hexdigest()
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with FakeEngine() as engine:
+        yield engine
+
+
+def test_two_trainers_take_turns_with_one_worker(engine: FakeEngine) -> None:
+    with WeightSync(engine, slot_size=2048) as one, WeightSync(engine, slot_size=2048) as other:
+        for step in range(8):
+            push(one if step % 2 else other, engine, step)
+            push(one if step % 2 else other, engine, step + 100)
+
+
+def test_a_worker_that_was_replaced_in_between_is_greeted_anew(engine: FakeEngine) -> None:
+    with WeightSync(engine, slot_size=2048) as sync:
+        for step in range(6):
+            push(sync, engine, step)
+            if step % 2:
+                engine.kill()
+                engine.respawn()
+
+
+def test_a_worker_that_gave_everything_back_gets_it_again(engine: FakeEngine) -> None:
+    with WeightSync(engine, slot_size=2048) as sync, WeightSync(engine) as stranger:
+        for step in range(3):
+            push(sync, engine, step)
+            sync.release()
+            push(sync, engine, step + 10)
+            stranger.release()
+            push(sync, engine, step + 20)
+
+
+def test_tensors_that_grow_shrink_and_change_their_names_are_what_arrives(
+    engine: FakeEngine,
+) -> None:
+    with WeightSync(engine) as sync:
+        for step, size in enumerate([300, 300, 9000, 9000, 20, 20, 40_000, 300]):
+            push(sync, engine, step, size=size)
+
+
+def test_a_dry_run_and_a_refused_source_in_between_change_nothing(engine: FakeEngine) -> None:
+    with WeightSync(engine, slot_size=2048) as sync:
+        push(sync, engine, 1)
+        sync.push(tensors_of(2), version=2, dry_run=True)
+        push(sync, engine, 3)
+        with pytest.raises(BucketSyncError):
+            sync.push({"t": object()}, version=4)
+        push(sync, engine, 5)
+
+
+def test_a_connection_is_kept_and_nothing_grows(engine: FakeEngine) -> None:
+    with WeightSync(engine, slot_size=2048) as sync:
+        for step in range(3):
+            push(sync, engine, step)
+        (before,) = engine.call("resources")
+        for step in range(30):
+            push(sync, engine, step)
+        (after,) = engine.call("resources")
+        assert (after["fds"], after["mapped"]) == (before["fds"], before["mapped"])
+    (kept,) = engine.call("resources")
+    engine.call("bucketsync_status")
+    (closed,) = engine.call("resources")
+    assert closed["fds"] < kept["fds"]
+    assert closed["mapped"] == 0
+
+
+class RefusingEngine(ThreadEngine):
+    """Fails before its workers hear of an update, as often as it is told to."""
+
+    num_refusals = 0
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise EngineUnreachableError("the engine is not there", url="x")
+        return super().update(request)
+
+
+def test_what_was_sent_for_a_call_that_failed_is_never_loaded() -> None:
+    engine = RefusingEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        sync.push(tensors_of(2), version=2)
+        engine.num_refusals = 1
+
+        with pytest.raises(EngineUnreachableError, match="not there") as caught:
+            sync.push(tensors_of(3), version=3)
+
+        assert caught.value.engine_state is EngineState.UNCHANGED
+        sync.push(tensors_of(4), version=4)
+        assert engine.finished == ["1", "2", "4"]
+        found = engine.sinks[-1].tensors
+        assert {name: bytes_of(one) for name, one in found.items()} == {
+            name: bytes_of(one) for name, one in tensors_of(4).items()
+        }
+    engine.close()
+
+
+def test_an_update_that_came_for_another_call_is_refused() -> None:
+    engine = ThreadEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        ask = engine.call
+
+        def mistaken(method: str, *args: Any) -> list[Any]:
+            offers = [{**one, "update_id": "an earlier one"} for one in args]
+            return ask(method, *offers)
+
+        engine.call = mistaken  # type: ignore[method-assign]
+        with pytest.raises(BucketSyncError, match=r"was offered, and an earlier one asked for"):
+            sync.push(tensors_of(2), version=2)
+        engine.call = ask  # type: ignore[method-assign]
+
+        assert engine.finished == ["1"]
+        sync.push(tensors_of(3), version=3)
+    engine.close()
+
+
+def test_a_worker_that_never_hears_the_call_is_waited_for_as_in_a_greeting(
+    engine: FakeEngine,
+) -> None:
+    with WeightSync(engine, slot_size=2048, connect_timeout_s=1, idle_timeout_s=60) as sync:
+        push(sync, engine, 1)
+        engine.kill(number=signal.SIGSTOP)
+        resume = threading.Timer(2.5, engine.kill, kwargs={"number": signal.SIGCONT})
+        resume.start()
+        with pytest.raises(ChannelTimeoutError, match="1 of 1 workers that have not said hello"):
+            sync.push(tensors_of(2), version=2)
+        resume.join()
+        push(sync, engine, 3)
+
+
+def test_a_kept_connection_is_one_to_the_last_trainer_only() -> None:
+    engine = ThreadEngine()
+    worker: serve.Worker = engine.workers[0]
+    with WeightSync(engine) as one, WeightSync(engine) as other:
+        one.push(tensors_of(1), version=1)
+        first = worker.memory.dialer
+        assert first is not None
+        one.push(tensors_of(2), version=2)
+        assert worker.memory.dialer is first
+        other.push(tensors_of(3), version=3)
+        assert worker.memory.dialer not in {first, None}
+        assert first._socket.is_closed
+    serve.status(worker)
+    assert worker.memory.dialer is None
+    engine.close()
