@@ -1,7 +1,9 @@
 """How tensors look, for many at a time: whether they are as they were is cheap to ask.
 
-One call of C for each question and tensor, and no statement of Python; not even where a
-subclass has a ``__torch_function__``, as vLLM's parameters have. Looks say where
+At first it is one call of C for each question and tensor, and no statement of Python; not
+even where a subclass has a ``__torch_function__``, as vLLM's parameters have. Later it is
+one call for all but the addresses, where this torch has it: the check by which
+``torch.compile`` knows the tensors that it compiled for again. Looks say where
 elements are and what they mean; what the elements are worth is nobody's business here.
 """
 
@@ -29,16 +31,45 @@ class Looks:
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._seen = [list(map(look, tensors)) for look in _LOOKS]
+        # By first and last: the same parts are asked for again and again.
+        self._checks: dict[tuple[int, int], Callable[..., bool]] = {}
 
     def are_those_of(self, tensors: Sequence[torch.Tensor], *, first: int = 0) -> bool:
         """Whether tensors look as the ones did that were seen, from the ``first`` on."""
         end = first + len(tensors)
         with torch._C.DisableTorchFunctionSubclass():
-            return all(
+            check = self._checks.get((first, end), _deny)
+            if check(*tensors):
+                return list(map(torch.Tensor.data_ptr, tensors)) == self._seen[0][first:end]
+            is_same = all(
                 list(map(look, tensors)) == seen[first:end]
                 for look, seen in zip(_LOOKS, self._seen, strict=True)
             )
+            if is_same:
+                self._checks[first, end] = _check_of(tensors)
+        return is_same
 
     def __len__(self) -> int:
         """Return how many were seen."""
         return len(self._seen[0])
+
+
+def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return what tells at once that dtypes, devices, shapes, strides and keys are these.
+
+    That it denies it says nothing: it looks at more than matters here. It keeps no tensor.
+    """
+    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if not tensors or not hasattr(guards, "TensorGuards"):
+        return _deny
+    try:
+        made = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    # A torch whose check wants to be told more; what it raises is its own affair.
+    except Exception:  # noqa: BLE001
+        return _deny
+    check: Callable[..., bool] = made.check
+    return check
+
+
+def _deny(*_: torch.Tensor) -> bool:
+    return False

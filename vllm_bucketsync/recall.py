@@ -57,6 +57,11 @@ class Recall:
         self._forms: list[tuple[torch.dtype, torch.Size]] = []
         self._glances = _Glances()
 
+    @property
+    def seen(self) -> object:
+        """What stays the same object for as long as the tensors look as they did."""
+        return self._glances
+
     def note(self, described: Described, tensors: Sequence[object]) -> None:
         """Remember this one, in place of the last.
 

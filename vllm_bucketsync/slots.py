@@ -57,6 +57,9 @@ class Slots:
         self._has_others = True
         self._blocks = ExportedBlocks(settings.dir)
         self._offsets = b""
+        self._others_bytes = 0
+        # Whose places ``_offsets`` and the counts are.
+        self._placed_for: Manifest | None = None
         self.placed: Placed | None = None
         self.placed_bytes = 0
 
@@ -83,13 +86,19 @@ class Slots:
         return self.layout.slot_size_bytes if self._is_memory else 0
 
     def place(
-        self, manifest: Manifest, tensors: Sequence[torch.Tensor], *, hellos: Sequence[Hello]
+        self,
+        manifest: Manifest,
+        tensors: Sequence[torch.Tensor],
+        *,
+        seen: object | None,
+        hellos: Sequence[Hello],
     ) -> int | None:
         """Let workers read tensors where they lie, as far as they can.
 
         Args:
             manifest: What they are.
             tensors: All of them.
+            seen: See ``Source.seen``.
             hellos: The workers, each with the regions that it holds open.
 
         Returns:
@@ -98,25 +107,27 @@ class Slots:
         """
         before = self._blocks.handle
         is_open = before is not None and _is_held(before, hellos)
-        places = self._blocks.place(tensors, is_open=is_open)
+        places = self._blocks.place(tensors, seen=seen, is_open=is_open)
         handle = self._blocks.handle
         if handle is None or len(places) > MAX_PLACED or len(handle.blocks) > MAX_REGIONS:
             self.unplace()
             return None
-        others = [
-            meta.num_bytes
-            for meta, place in zip(manifest.metas, places, strict=True)
-            if place == NOT_PLACED
-        ]
-        if self._blocks.handle is not before:
-            self._offsets = packed(places)
-        self.placed_bytes = manifest.num_bytes - sum(others)
-        self._has_others = bool(others)
-        return sum(map(aligned, others))
+        if handle is not before or manifest is not self._placed_for:
+            others = [
+                meta.num_bytes
+                for meta, place in zip(manifest.metas, places, strict=True)
+                if place == NOT_PLACED
+            ]
+            self._offsets, self._placed_for = packed(places), manifest
+            self.placed_bytes = manifest.num_bytes - sum(others)
+            self._others_bytes = sum(map(aligned, others))
+            self._has_others = bool(others)
+        return self._others_bytes
 
     def unplace(self) -> bool:
         """Show no tensor any more; return whether any was."""
         self.placed, self.placed_bytes, self._has_others = None, 0, True
+        self._placed_for = None
         return self._blocks.close()
 
     def make_room(self, needed_bytes: int | None) -> None:

@@ -106,7 +106,7 @@ def is_settled(module: torch.nn.Module) -> bool:
         type(module).__name__ == "Attention"
         and inspect.isabstract(next(owners, None))
         and getattr(module, "quant_config", module) is None
-        and getattr(module, "calculate_kv_scales", True) is False
+        and not getattr(module, "calculate_kv_scales", False)
     )
 
 
