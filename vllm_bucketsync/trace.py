@@ -66,10 +66,9 @@ def chrome_trace(sender: Sender, *, failure: BaseException | None = None) -> Tra
 
     Args:
         sender: The update.
-        failure: What it failed with, where the sender does not know it.
+        failure: What it failed with.
     """
     timeline = sender.timeline
-    error = failure if sender.error is None else sender.error
     start_ns = timeline.stages[0].begin_ns if timeline.stages else 0
     placed = None if sender.slots.placed is None else sender.slots.placed.region
     ends = [("trainer", (*timeline.stages, *timeline.spans))]
@@ -88,7 +87,7 @@ def chrome_trace(sender: Sender, *, failure: BaseException | None = None) -> Tra
             "update_id": sender.update.update_id,
             "version": sender.update.version,
             "transport": sender.route.choice.kind if sender.route.choices else "",
-            "error": "" if error is None else str(error) or type(error).__name__,
+            "error": "" if failure is None else str(failure) or type(failure).__name__,
         },
     }
 

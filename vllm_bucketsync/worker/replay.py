@@ -24,7 +24,6 @@ from .observe import observe
 from .plan import Plan, PlannedModule
 from .record import Copy
 
-
 Weights = list[tuple[TensorMeta, torch.Tensor]]
 
 
