@@ -27,7 +27,7 @@ Event = dict[str, Any]
 Trace = dict[str, Any]
 
 # How far apart the numbers of two ends are: more than there are slots.
-NUM_LANES = 100
+_NUM_LANES = 100
 _STAGES_LANE = 0
 
 
@@ -100,7 +100,7 @@ def _process(
     number: int, name: str, spans: Sequence[Span], *, start_ns: int, placed: int | None
 ) -> list[Event]:
     """Return the events of one end: its names, then its spans."""
-    process = number * NUM_LANES
+    process = number * _NUM_LANES
     lanes = {_STAGES_LANE: "update"} | {
         _lane(span): "in place" if span.region == placed else f"slot {span.region}"
         for span in spans

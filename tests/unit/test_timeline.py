@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
-from vllm_bucketsync import timeline as module
 from vllm_bucketsync.messages import MAX_STAGES, Done, decode_reply, encode
 from vllm_bucketsync.timeline import MAX_SPANS, NO_BUCKET, Span, Timeline
 
@@ -15,7 +15,7 @@ from vllm_bucketsync.timeline import MAX_SPANS, NO_BUCKET, Span, Timeline
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a microsecond pass from one look at the clock to the next, beginning with 0."""
     counted = itertools.count(0, 1000)
-    monkeypatch.setattr(module.time, "monotonic_ns", counted.__next__)
+    monkeypatch.setattr(time, "monotonic_ns", counted.__next__)
 
 
 def test_stages_follow_each_other_without_a_gap() -> None:

@@ -275,7 +275,7 @@ def test_a_trace_takes_the_place_of_the_one_before(sync: WeightSync, target: Pat
 
 def test_what_is_read_in_place_has_a_lane_that_says_so() -> None:
     slots = Slots(Settings(num_slots=2))
-    slots.placed = Placed(region=2, offsets=())
+    slots.placed = Placed(region=2, offsets=b"")
     sender = Sender(
         update=Update(update_id="u", version="1", token="", num_workers=(1,)),
         source=Source(declared=None, tensors=iter(())),
