@@ -89,6 +89,8 @@ def check_update(trace: dict[str, Any]) -> list[Bar]:
     whole = stages_of_whole(stages)
     for end in {bar.end for bar in bars}:
         own = of_end(bars, end)
+        parts = sorted((b for b in own if b.name in PARTS), key=lambda bar: bar.begin_us)
+        assert not any(first.overlaps(second) for first, second in pairwise(parts))
         ordered = stages_of(own)
         assert not any(first.overlaps(second) for first, second in pairwise(ordered))
         for bar in own:

@@ -318,6 +318,11 @@ def test_a_worker_says_when_in_the_order_in_which_it_was(tmp_path: Path) -> None
         slots.release()
 
     assert isinstance(done, Done)
-    loaded = [(span.bucket, span.region) for span in done.spans if span.name == "loading"]
-    assert loaded == [(0, 0), (1, 1), (2, 2)]
+    assert [(span.name, span.bucket, span.region) for span in done.spans if span.bucket >= 0] == [
+        *(("loading", 0, 0), ("loading", 1, 1), ("loading", 2, 2))
+    ]
+    # The offer, the description of its tensors, three buckets, and what ends it.
+    stages = ["opening"] * 2 + ["loading"] * 3 + ["preparing", "committing"]
+    assert [span.name for span in done.spans[1::2]] == stages
+    assert {span.name for span in done.spans[::2]} == {"waiting"}
     assert [span.begin_ns for span in done.spans] == sorted(span.begin_ns for span in done.spans)

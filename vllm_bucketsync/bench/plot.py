@@ -163,7 +163,7 @@ def _draw_speeds(axes: Any, speeds: Sequence[Speeds]) -> None:
         axes.barh(row, middle, height=0.6, **(looks if one.is_floor else {"color": "#56B4E9"}))
         axes.plot(one.gb_per_s, [row] * len(one.gb_per_s), "o", color=_INK, ms=3, alpha=0.7)
         axes.annotate(
-            f"{middle:.3g} GB/s",
+            f"median {middle:.3g} GB/s",
             (max(one.gb_per_s), row),
             xytext=(8, 0),
             textcoords="offset points",
