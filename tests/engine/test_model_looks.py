@@ -45,12 +45,13 @@ def model_of(worker: Any) -> nn.Module:
 
 def experts_of(model: nn.Module) -> nn.Module:
     """Return the module of a layer that has the expert map."""
-    (found,) = (
+    found: list[nn.Module] = [
         module
         for path, module in model.named_modules()
         if path.startswith(EXPERTS) and "_expert_map" in module._buffers
-    )
-    return found
+    ]
+    assert len(found) == 1
+    return found[0]
 
 
 def with_entry(table: dict[str, Any], name: str, value: Any) -> Undo:

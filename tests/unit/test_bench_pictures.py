@@ -20,7 +20,7 @@ from vllm_bucketsync.bench import plot
 from vllm_bucketsync.bench.plot import Picture, Speeds, draw
 from vllm_bucketsync.bench.stages import stages_of
 from vllm_bucketsync.bench.traces import NUM_TRACED, merged, nearest, traced
-from vllm_bucketsync.cli import bench_engine
+from vllm_bucketsync.cli import bench_engine, bench_options
 from vllm_bucketsync.cli.exits import ExitCode
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.trace import Trace
@@ -185,6 +185,12 @@ def test_kinds_of_bars_differ_in_brightness_or_pattern() -> None:
 def brightness(colour: str) -> float:
     red, green, blue = bytes.fromhex(colour.removeprefix("#"))
     return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def test_bytes_in_a_title_have_three_digits() -> None:
+    found = [bench_options.bytes_text(n) for n in (658_000, 34_340_000, 1_500_000_000)]
+
+    assert found == ["0.658 MB", "34.3 MB", "1.5 GB"]
 
 
 @pytest.mark.parametrize("benchmark", ["transfer", "engine"])

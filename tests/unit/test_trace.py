@@ -19,6 +19,7 @@ from support.thread_engine import KeepingSink, ThreadEngine
 from support.traces import bars_of, check_update, named, of_end, stages_of
 
 from vllm_bucketsync import receiver, timeline
+from vllm_bucketsync.arguments import check_trace
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, LoadError, RegionError, SourceError
 from vllm_bucketsync.layout import Placed
@@ -217,6 +218,19 @@ def test_a_failure_before_anybody_was_asked_leaves_a_trace_with_its_error(
         "error": "no memory is left",
     }
     assert engine.requests == []
+
+
+def test_a_file_may_be_new_or_there_below_the_home_or_in_the_working_directory(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(target.parent))
+    monkeypatch.chdir(target.parent)
+    (target.parent / "old.json").touch()
+
+    assert check_trace(None) is None
+    assert check_trace(target) == check_trace("~/update.json") == target
+    assert check_trace("update.json") == Path("update.json")
+    assert check_trace("old.json") == Path("old.json")
 
 
 @PUSHES

@@ -123,8 +123,8 @@ def _picture(result: EngineResult) -> Picture:
 
     found, plan = result.as_dict(), result.plan
     return Picture(
-        title=f"{plan.model}, {result.num_bytes / 1e9:.3g} GB in {result.num_tensors} tensors, "
-        f"into a vLLM engine on {plan.device}",
+        title=f"{plan.model}, {bench_options.bytes_text(result.num_bytes)} in "
+        f"{result.num_tensors} tensors, into a vLLM engine on {plan.device}",
         caption=bench_options.measured_on(found),
         traces={row.name: row.trace for row in result.rows if row.trace is not None},
         speeds=[

@@ -87,6 +87,12 @@ def measured_on(found: Mapping[str, Any]) -> str:
     return ", ".join([device, *(f"{name} {text}" for name, text in versions.items())])
 
 
+def bytes_text(num_bytes: int) -> str:
+    """Return a number of bytes for a title: three digits, in units of ten."""
+    unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
+    return f"{num_bytes / unit:.3g} {name}"
+
+
 def size(text: str) -> int:
     """Return a size in bytes, as an option's type."""
     try:

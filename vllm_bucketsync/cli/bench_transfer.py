@@ -92,9 +92,9 @@ def _picture(measured: Measured) -> Picture:
     floors = {_FLOOR_TITLES[name]: seconds for name, seconds in measured.floors.items()}
     floor = _FLOOR_TITLES[measured.floor]
     return Picture(
-        title=f"{found['num_bytes'] / 1e9:.3g} GB between two processes, {found['transport']}, "
-        f"{found['num_buckets']} buckets, {found['num_slots']} slots of "
-        f"{found['slot_size_bytes'] / 1e6:.3g} MB",
+        title=f"{bench_options.bytes_text(found['num_bytes'])} between two processes, "
+        f"{found['transport']}, {found['num_buckets']} buckets, {found['num_slots']} slots of "
+        f"{bench_options.bytes_text(found['slot_size_bytes'])}",
         caption=bench_options.measured_on(found),
         traces={f"warm update ({target})": trace for target, trace in measured.traces.items()},
         speeds=[
