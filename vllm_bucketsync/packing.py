@@ -16,7 +16,7 @@ from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
 from .slots import Slots
 from .sources import Source, byte_view
-from .timeline import Timeline
+from .timeline import MAKING, PACKING, WAITING_FOR_SLOT, Timeline
 
 
 class Packing:
@@ -177,7 +177,7 @@ class Packing:
             self._slots.flush(self.num_batches)
         if region is None:
             region = self.num_batches % self._slots.num_slots
-        self._timeline.note("packing", self._begin_ns, bucket=self.num_batches, region=region)
+        self._timeline.note(PACKING, self._begin_ns, bucket=self.num_batches, region=region)
         batch = Batch(
             seq=self.num_batches,
             region=region,
@@ -194,7 +194,7 @@ class Packing:
             has_waited = True
             yield []
         if has_waited:
-            self._timeline.note("waiting for a slot", begin_ns, bucket=self.num_batches)
+            self._timeline.note(WAITING_FOR_SLOT, begin_ns, bucket=self.num_batches)
         self._begin_ns = self._timeline.now()
 
     def _timed(
@@ -203,7 +203,7 @@ class Packing:
         """Yield the source's tensors, and count what it takes to make them."""
         begin_ns = self._timeline.now()
         for item in tensors:
-            self._timeline.count("making tensors", self._timeline.now() - begin_ns)
+            self._timeline.count(MAKING, self._timeline.now() - begin_ns)
             yield item
             # The source may need the memory for the next tensor.
             del item

@@ -47,20 +47,27 @@ from .messages import (
 from .retained import KeptBuckets, ReceiverMemory, view_pieces
 from .session import Role, Session
 from .sinks import Bucket, Sink
-from .timeline import Timeline
+from .timeline import (
+    ABORTING,
+    COMMITTING,
+    LOADING,
+    OPENING,
+    PREPARING,
+    WAITING,
+    Timeline,
+)
 from .transport.registry import open_region
 
 # What a worker is about while it does what a command asks for.
-_WAITING = "waiting"
 _STAGES: dict[type[Command], str] = {
-    Open: "opening",
-    Metas: "opening",
-    Batch: "loading",
-    Deviate: "loading",
-    Finish: "preparing",
-    Conclude: "preparing",
-    Commit: "committing",
-    Abort: "aborting",
+    Open: OPENING,
+    Metas: OPENING,
+    Batch: LOADING,
+    Deviate: LOADING,
+    Finish: PREPARING,
+    Conclude: PREPARING,
+    Commit: COMMITTING,
+    Abort: ABORTING,
 }
 
 logger = logging.getLogger(__name__)
@@ -96,7 +103,7 @@ class Receiver:
         self._manifest: Manifest | None = None
         self._arrivals: Arrivals | None = None
         self._kept: KeptBuckets | None = None
-        self._timeline = Timeline(_WAITING)
+        self._timeline = Timeline(WAITING)
         self.was_torn = memory.is_torn
         self.num_tensors = 0
         self.num_bytes = 0
@@ -125,7 +132,7 @@ class Receiver:
         except Exception as error:  # noqa: BLE001
             return [self.fail(error)]
         finally:
-            self._timeline.enter(_WAITING)
+            self._timeline.enter(WAITING)
         return replies
 
     def fail(self, error: BaseException) -> Error:

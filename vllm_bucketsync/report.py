@@ -11,6 +11,7 @@ from .errors import LocalProtocolError
 from .messages import Done
 from .sender import Sender
 from .slots import Slots
+from .timeline import WAITING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +195,7 @@ def report_of(
                 device=peer.hello.device,
                 **asdict_of(peer.done.split),
                 load_s=_work_s(peer.done),
-                wait_s=peer.done.stages_ms.get("waiting", 0.0) / 1e3,
+                wait_s=peer.done.stages_ms.get(WAITING, 0.0) / 1e3,
                 stages_ms=peer.done.stages_ms,
                 cloned_bytes=peer.done.cloned_bytes,
                 notes=peer.done.notes,
@@ -206,4 +207,4 @@ def report_of(
 
 
 def _work_s(done: Done) -> float:
-    return sum(ms for stage, ms in done.stages_ms.items() if stage != "waiting") / 1e3
+    return sum(ms for stage, ms in done.stages_ms.items() if stage != WAITING) / 1e3

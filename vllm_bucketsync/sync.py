@@ -32,16 +32,13 @@ from .route import Route
 from .sender import Sender
 from .sources import Source, read_metas
 from .streams import leave_thread, wait_for_trainer
-from .timeline import Timeline
+from .timeline import EXAMINING, Timeline
 from .trace import traced
 from .transfer import run_linked, run_remote
 from .transport.registry import Wish
 from .update import Update
 
 logger = logging.getLogger(__name__)
-
-# What the trainer is about before it asks anybody.
-_EXAMINING = "examining"
 
 R = TypeVar("R", bound=PushReport)
 
@@ -137,7 +134,7 @@ class WeightSync(Keeper):
             TransportError: A worker died, was stopped, or memory could not be shared.
             BucketSyncError: Anything else; ``engine_state`` says what the engine holds.
         """
-        begin_s, timeline = time.monotonic(), Timeline(_EXAMINING)
+        begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns, to = check_patterns(partial), check_trace(trace)
@@ -201,7 +198,7 @@ class WeightSync(Keeper):
             EngineAsleepError: The engine's weights are asleep.
             BucketSyncError: As ``push``.
         """
-        begin_s, timeline = time.monotonic(), Timeline(_EXAMINING)
+        begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             to = check_trace(trace)

@@ -13,6 +13,12 @@ import msgspec
 
 from .handles import Count, ShortText
 
+# What a trainer is about before and after its phases (``update.Phase``), and parts of those.
+EXAMINING, RETURNING = "examining", "returning"
+PACKING, WAITING_FOR_SLOT, MAKING = "packing", "waiting for a slot", "making tensors"
+# What a worker is about, and a part of that.
+WAITING, OPENING, LOADING, PREPARING = "waiting", "opening", "loading", "preparing"
+COMMITTING, ABORTING, PROCESSING = "committing", "aborting", "processing"
 # More are counted, but not kept one by one.
 MAX_SPANS = 16_384
 NO_BUCKET = -1

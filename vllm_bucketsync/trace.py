@@ -2,6 +2,10 @@
 
 One process of the trace for the trainer and one for each worker; in each, one lane for
 what it was about, and one for every slot. The format is Google's "Trace Event Format".
+
+Numbers of processes and lanes are made up, and none is 0, which is the idle one to Perfetto.
+The first lane of a process has its number, which makes it come first, and no two lanes of a
+trace have the same, since older versions of Perfetto take those for one.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,10 @@ from .timeline import NO_BUCKET, Span
 logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
+Trace = dict[str, Any]
+
+# How far apart the numbers of two ends are: more than there are slots.
+_NUM_LANES = 100
 _STAGES_LANE = 0
 
 
@@ -33,65 +41,91 @@ def traced(sender: Sender, path: Path | None) -> Iterator[None]:
         path: Where to; ``None`` for nowhere.
     """
     sender.timeline.enter(sender.phase.value)
+    failure: BaseException | None = None
     try:
         yield
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         sender.timeline.end()
         if path is not None:
-            try:
-                path.write_text(json.dumps(chrome_trace(sender)))
-            except OSError as error:
-                logger.warning("the trace could not be written: %s", error)
+            _write(chrome_trace(sender, failure=failure), path)
 
 
-def chrome_trace(sender: Sender) -> dict[str, Any]:
-    """Return what each end did when, in microseconds from the beginning of the push."""
+def _write(trace: Trace, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(trace))
+    except OSError as error:
+        logger.warning("the trace could not be written: %s", error)
+
+
+def chrome_trace(sender: Sender, *, failure: BaseException | None = None) -> Trace:
+    """Return what each end did when, in microseconds from the beginning of the push.
+
+    Args:
+        sender: The update.
+        failure: What it failed with.
+    """
     timeline = sender.timeline
     start_ns = timeline.stages[0].begin_ns if timeline.stages else 0
-    events = _process(0, "trainer", [*timeline.stages, *timeline.spans], start_ns=start_ns)
-    peers = sorted(sender.peers.values(), key=lambda peer: peer.place)
-    for number, peer in enumerate(peers, start=1):
+    placed = None if sender.slots.placed is None else sender.slots.placed.region
+    ends = [("trainer", (*timeline.stages, *timeline.spans))]
+    for peer in sorted(sender.peers.values(), key=lambda peer: peer.place):
         # A worker that did not commit has not said what it did.
         spans = () if peer.done is None else peer.done.spans
-        events += _process(
-            number, f"worker {peer} on {peer.hello.device}", spans, start_ns=start_ns
-        )
+        ends.append((f"worker {peer} on {peer.hello.device}", spans))
     return {
-        "traceEvents": events,
+        "traceEvents": [
+            event
+            for number, (name, spans) in enumerate(ends, start=1)
+            for event in _process(number, name, spans, start_ns=start_ns, placed=placed)
+        ],
         "displayTimeUnit": "ms",
         "otherData": {
             "update_id": sender.update.update_id,
             "version": sender.update.version,
             "transport": sender.route.choice.kind if sender.route.choices else "",
-            "error": "" if sender.error is None else str(sender.error),
+            "error": "" if failure is None else str(failure) or type(failure).__name__,
         },
     }
 
 
-def _process(number: int, name: str, spans: Iterable[Span], *, start_ns: int) -> list[Event]:
+def _process(
+    number: int, name: str, spans: Sequence[Span], *, start_ns: int, placed: int | None
+) -> list[Event]:
     """Return the events of one end: its names, then its spans."""
-    found = list(spans)
+    process = number * _NUM_LANES
     lanes = {_STAGES_LANE: "update"} | {
-        _lane(span): f"slot {span.region}" for span in found if span.region != NO_BUCKET
+        _lane(span): "in place" if span.region == placed else f"slot {span.region}"
+        for span in spans
+        if span.region != NO_BUCKET
     }
-    names = [_name("process_name", number, 0, name)]
-    names += [_name("thread_name", number, lane, lanes[lane]) for lane in sorted(lanes)]
-    return names + [
+    events = [
+        _about("process_name", process, process, name=name),
+        _about("process_sort_index", process, process, sort_index=process),
+    ]
+    for lane in sorted(lanes):
+        events += [
+            _about("thread_name", process, process + lane, name=lanes[lane]),
+            _about("thread_sort_index", process, process + lane, sort_index=lane),
+        ]
+    return events + [
         {
             "ph": "X",
             "name": span.name,
-            "pid": number,
-            "tid": _lane(span),
+            "pid": process,
+            "tid": process + _lane(span),
             "ts": (span.begin_ns - start_ns) / 1e3,
             "dur": (span.end_ns - span.begin_ns) / 1e3,
             "args": {} if span.bucket == NO_BUCKET else {"bucket": span.bucket},
         }
-        for span in found
+        for span in spans
     ]
 
 
-def _name(kind: str, process: int, lane: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": lane, "args": {"name": name}}
+def _about(kind: str, process: int, lane: int, **what: str | int) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": lane, "args": what}
 
 
 def _lane(span: Span) -> int:

@@ -23,6 +23,7 @@ from .errors import (
 from .link import register, unregister
 from .messages import Command, Reply, decode_reply, encode
 from .sender import Sender
+from .timeline import RETURNING
 from .update import Phase
 
 # How often the RPC is looked at while no message comes.
@@ -68,7 +69,7 @@ def run_remote(
     except BaseException as error:  # noqa: BLE001
         sender.fail(error)
         run.drain()
-    sender.timeline.enter("returning")
+    sender.timeline.enter(RETURNING)
     deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
     for call in calls:
         call.wait(max(0.0, deadline_s - time.monotonic()))

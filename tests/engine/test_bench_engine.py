@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.traces import bars_of, named, of_end
 
 from vllm_bucketsync import cli
 from vllm_bucketsync.bench.engine import run as running
 from vllm_bucketsync.bench.engine.models import MODELS
 from vllm_bucketsync.bench.engine.result import EnginePlan, EngineResult, Row
 from vllm_bucketsync.bench.engine.truth import Truth
+from vllm_bucketsync.bench.traces import NUM_TRACED
 from vllm_bucketsync.cli.exits import ExitCode
 from vllm_bucketsync.errors import LoadError
 
@@ -71,9 +73,10 @@ def test_every_row_is_measured_or_says_why_not_and_a_wrong_one_does_not_count(
     check = Truth.check
     monkeypatch.setattr(running, "_methods", with_a_wrong_one)
     monkeypatch.setattr(Truth, "check", checked)
-    target = tmp_path / "found.json"
+    target, trace, plot = (tmp_path / f"{name}" for name in ("found.json", "t.json", "p.svg"))
 
-    code = cli.main([*COMMAND, "--warm-up", "1", "--json", str(target)])
+    files = ["--json", str(target), "--trace", str(trace), "--plot", str(plot)]
+    code = cli.main([*COMMAND, "--warm-up", "1", *files])
 
     # The wrong row alone has failed, and it was the first that was compared.
     assert code == ExitCode.FAILED
@@ -88,12 +91,21 @@ def test_every_row_is_measured_or_says_why_not_and_a_wrong_one_does_not_count(
             assert row["text"]
             continue
         assert (row["outcome"], len(row["seconds"]), len(row["warm_up_s"])) == ("measured", 2, 1)
-    # Three runs of shm and three of the checkpoint, each compared.
-    assert [error is None for error in seen] == [False] + [True] * 6
+    # Three runs of shm and three of the checkpoint, each compared, and those that are traced.
+    assert [error is None for error in seen] == [False] + [True] * (6 + NUM_TRACED)
     (shm,) = (row for row in rows if row["name"] == "shm")
     assert shm["last"]["transport"] == "shm"
     assert shm["last"]["num_bytes"] == found["num_bytes"]
     assert len(shm["splits"]["load_s"]) == 2
+    assert len(shm["stages_ms"]["runs"]["worker"]["loading"]) == 2
+    assert shm["stages_ms"]["medians"]["trainer"]["packing"] > 0
+    bars = bars_of(json.loads(trace.read_text()))
+    for name in ("packing", "loading"):
+        numbers = [bar.bucket for bar in named(of_end(bars, "shm: "), name)]
+        assert numbers == list(range(shm["last"]["num_buckets"]))
+    assert {"shm: trainer", "shm: worker rank 0"} == {b.end.split(" pid ")[0] for b in bars}
+    for text in ("loading a bucket (worker)", "checkpoint", "shm: one update of"):
+        assert text in plot.read_text()
     assert found["compares_outputs"]
     assert found["versions"]["torch"] == torch.__version__
     out, err = capsys.readouterr()

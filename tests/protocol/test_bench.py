@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support.traces import bars_of, named, of_end
 
 import vllm_bucketsync
 from vllm_bucketsync import cli
@@ -32,6 +33,7 @@ SIZE_BYTES = 1024**2
 TINY = ["bench", "transfer", "--size", "1MiB", "--repeat", "2"]
 TARGETS = {"discard", "model"}
 PATIENCE_S = 30.0
+MAIN = "import sys; from vllm_bucketsync.cli import main; sys.exit(main())"
 
 
 def check(found: dict[str, Any]) -> None:
@@ -58,6 +60,12 @@ def check(found: dict[str, Any]) -> None:
             warm["ratio_of_medians"], warm["median_s"] / found["memcpys"]["median_s"]
         )
         assert math.isclose(warm["median_gb_per_s"], found["num_bytes"] / warm["median_s"] / 1e9)
+        stages = warm["stages_ms"]
+        assert set(stages["medians"]["trainer"]) >= {"packing", "streaming", "committing"}
+        assert set(stages["medians"]["worker"]) >= {"waiting", "loading", "committing"}
+        for index, load_s in enumerate(warm["worker_load_s"]):
+            spent_ms = {name: runs[index] for name, runs in stages["runs"]["worker"].items()}
+            assert math.isclose(sum(spent_ms.values()) - spent_ms["waiting"], 1e3 * load_s)
     peaks = found["peaks"]
     assert peaks["slots_bytes"] == found["num_slots"] * found["slot_size_bytes"]
     assert peaks["trainer_bytes"] is None or peaks["trainer_bytes"] >= 0
@@ -106,6 +114,38 @@ def test_what_needs_a_gpu_says_so_where_there_is_none(
 
     assert code == ExitCode.UNAVAILABLE
     assert text in capsys.readouterr().err
+
+
+def test_updates_into_each_target_are_traced_and_drawn(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"found.{name}" for name in ("json", "svg")}
+    options = ["--trace", str(files["json"]), "--plot", str(files["svg"])]
+
+    # In a process of its own: matplotlib keeps its fonts open.
+    run = subprocess.run(
+        [sys.executable, "-c", MAIN, *TINY, "--slot-size", "256KiB", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+    assert run.returncode == ExitCode.OK, run.stderr
+    bars = bars_of(json.loads(files["json"].read_text()))
+    for target in TARGETS:
+        for end, name in (("trainer", "packing"), ("worker rank 0", "loading")):
+            drawn = named(of_end(bars, f"warm update ({target}): {end}"), name)
+            assert len(drawn) > 2
+            assert [bar.bucket for bar in drawn] == list(range(len(drawn)))
+    drawn_text = files["svg"].read_text()
+    for text in (*(f"warm update ({target})" for target in TARGETS), "two memcpys", "median"):
+        assert text in drawn_text
+    assert "trace updates (model)" in run.stderr
+
+
+def test_nothing_is_traced_that_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(TINY) == ExitCode.OK
+
+    assert "trace updates" not in capsys.readouterr().err
 
 
 def test_a_transport_that_is_asked_for_carries_it(tmp_path: Path) -> None:
@@ -180,8 +220,7 @@ def test_a_worker_that_is_killed_is_an_error_and_is_reaped() -> None:
 
 
 def test_ctrl_c_stops_the_worker_and_ends_with_130(shm_dir: str) -> None:
-    script = "import sys; from vllm_bucketsync.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", script, *TINY[:-1], "1000000"]
+    command = [sys.executable, "-c", MAIN, *TINY[:-1], "1000000"]
     with subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

@@ -104,13 +104,47 @@ class FaultySink(RecordingSink):
         return super().commit()
 
 
+class MeetingSink(RecordingSink):
+    """Loads each bucket until its trainer has made a tensor of the next one.
+
+    Files of a folder are what they tell each other by: ``meet`` is the trainer's half.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def load(self, bucket: Bucket) -> None:
+        super().load(bucket)
+        (self._folder / f"loading-{bucket.seq}-{os.getpid()}").touch()
+        await_files(self._folder, f"made-{bucket.seq + 1}", num_files=1)
+
+
+def meet(folder: Path, bucket: int, *, num_workers: int) -> None:
+    """Wait until every worker loads the bucket before, and let them go on."""
+    if bucket:
+        await_files(folder, f"loading-{bucket - 1}-*", num_files=num_workers)
+    (folder / f"made-{bucket}").touch()
+
+
+def await_files(folder: Path, pattern: str, *, num_files: int) -> None:
+    """Wait until there are so many files, for half a minute at most."""
+    deadline_s = time.monotonic() + 30
+    while len(list(folder.glob(pattern))) < num_files:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{num_files} of {pattern} in {folder} did not come")
+        time.sleep(0.001)
+
+
 def _maker(sink: str) -> Any:
-    """Return what makes a sink: ``recording``, ``discarding`` or ``<action> <call>``."""
+    """Return what makes a sink: a kind of sink, or ``<action> <call>`` for a faulty one."""
     match sink.split():
         case ["recording"]:
             return RecordingSink
         case ["discarding"]:
             return DiscardSink
+        case ["meeting", folder]:
+            return lambda: MeetingSink(folder)
         case [action, call]:
             return lambda: FaultySink(action, call)
     raise ValueError(sink)

@@ -139,7 +139,9 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
     (options,) = fake.pushed
     del options["progress"]
     folder = Path(push[1])
-    assert options == {"source": folder, "version": "step-1", "dry_run": False, "pause": "wait"}
+    assert options == {"source": folder, "version": "step-1", "dry_run": False, "pause": "wait"} | {
+        "trace": None
+    }
     assert fake.is_closed
     out, err = capsys.readouterr()
     assert f"push {folder} as 'step-1' (0.0 s)" in err
@@ -153,11 +155,12 @@ def test_every_option_of_a_push_is_handed_on(
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
     other = ["--url", "unix:///run/vllm"]
 
-    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run"])
+    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run", "--trace", "t.json"])
 
     assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": "of-the-environment"}
     assert (fake.pushed[0]["version"], fake.pushed[0]["pause"]) == ("7", "keep")
     assert fake.pushed[0]["dry_run"]
+    assert fake.pushed[0]["trace"] == Path("t.json")
 
     cli.main([*push, "--api-key", "given"])
 
@@ -169,7 +172,8 @@ def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> Non
     arguments = ["push-lora", folder, "--url", URL, "--name", "policy"]
 
     assert cli.main(arguments) == ExitCode.OK
-    assert cli.main([*arguments, "--version", "7", "--pause", "keep", "--dry-run"]) == ExitCode.OK
+    options = ["--version", "7", "--pause", "keep", "--dry-run", "--trace", "t.json"]
+    assert cli.main([*arguments, *options]) == ExitCode.OK
 
     named = [{key: one[key] for key in ("source", "name", "version")} for one in fake.pushed]
     assert named == [
@@ -177,6 +181,7 @@ def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> Non
         for version in ("step-1", "7")
     ]
     assert (fake.pushed[1]["pause"], fake.pushed[1]["dry_run"]) == ("keep", True)
+    assert [one["trace"] for one in fake.pushed] == [None, Path("t.json")]
     nowhere = ["push-lora", "/no/such/folder", "--url", URL, "--name", "policy"]
     assert cli.main(nowhere) == ExitCode.USAGE
 

@@ -24,7 +24,8 @@ FORBIDDEN = [
     ("vllm_bucketsync.receiver", {"vllm", "vllm_bucketsync.sender", "vllm_bucketsync.sync"}),
     ("vllm_bucketsync.sources", {"vllm"}),
     ("vllm_bucketsync.sync", {"vllm", "vllm_bucketsync.worker"}),
-    ("vllm_bucketsync.cli", {"torch", "vllm", "zmq", "transformers"}),
+    ("vllm_bucketsync.bench.plot", {"vllm", "matplotlib"}),
+    ("vllm_bucketsync.cli", {"torch", "vllm", "zmq", "transformers", "matplotlib"}),
 ]
 
 

@@ -17,6 +17,23 @@ from vllm_bucketsync.messages import Batch, Command, Deviate
 from vllm_bucketsync.packing import Packing
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
+from vllm_bucketsync.timeline import Timeline
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(Timeline, "now", staticmethod(made))
+    return made
 
 
 @pytest.fixture
@@ -170,6 +187,48 @@ def test_how_far_it_has_come_is_told_with_the_last_tensor(slots: Slots) -> None:
     assert packing.describe() == "bucket 3 (tensor 2 of 2, t1)"
     streamed, _ = pack(slots, pairs)
     assert streamed.describe() == "bucket 3 (tensor 2, t1)"
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_making_tensors_is_counted_within_the_packing_of_a_source_that_makes_them(
+    slots: Slots, clock: Clock, is_declared: bool
+) -> None:
+    def tensors() -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        for pair in byte_pairs(300, 700, 8):
+            clock.now_ns += 1_000_000
+            yield pair
+
+    manifest = manifest_of(byte_pairs(300, 700, 8)) if is_declared else None
+    timeline = Timeline("streaming")
+    source = Source(declared=manifest, tensors=tensors())
+    packing = Packing(source, manifest=manifest, slots=slots, timeline=timeline)
+    for _ in packing.batches(lambda: packing.num_batches):
+        # What others do meanwhile is not the source's.
+        clock.now_ns += 50_000_000
+
+    assert timeline.stages_ms()["making tensors"] == 3.0
+    # Each bucket is full with what one more tensor brings.
+    assert [span.end_ns - span.begin_ns for span in timeline.spans] == [1_000_000] * 3
+    assert timeline.stages_ms()["packing"] == 3.0
+
+
+def test_a_wait_for_a_slot_is_no_packing(slots: Slots, clock: Clock) -> None:
+    acks = [0]
+    timeline = Timeline("streaming")
+    source = Source(declared=None, tensors=iter(byte_pairs(512, 512, 512, 8)))
+    packing = Packing(source, manifest=None, slots=slots, timeline=timeline)
+    for step in packing.batches(lambda: acks[0]):
+        if not step:
+            clock.now_ns += 7_000
+            acks[0] += 1
+
+    found = [(span.name, span.bucket, span.end_ns - span.begin_ns) for span in timeline.spans]
+    assert found == [
+        *(("packing", 0, 0), ("packing", 1, 0)),
+        *(("waiting for a slot", 2, 7_000), ("packing", 2, 0)),
+        *(("waiting for a slot", 3, 7_000), ("packing", 3, 0)),
+    ]
+    assert [span.region for span in timeline.spans if span.name == "packing"] == [0, 1, 0, 1]
 
 
 def test_a_bucket_is_flushed_between_its_last_byte_and_its_announcement(

@@ -16,11 +16,12 @@ from unittest import mock
 import pytest
 
 import vllm_bucketsync
-from vllm_bucketsync import cli, config, endpoint
+from vllm_bucketsync import cli, config, endpoint, receiver, timeline
 from vllm_bucketsync.cli import servers
 from vllm_bucketsync.cli.exits import ExitCode
 from vllm_bucketsync.clients.base import EXTENSION
 from vllm_bucketsync.sync import WeightSync
+from vllm_bucketsync.update import Phase
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -161,6 +162,29 @@ def test_every_module_has_its_place_on_the_map() -> None:
     there = [path.stem for path in package.glob("[!_]*.py")]
     there += [path.parent.name for path in package.glob("*/__init__.py")]
     assert sorted(listed) == sorted(there)
+
+
+def test_every_stage_is_listed_in_its_order_with_the_end_that_has_it() -> None:
+    section = TEXT.split("| stage of | called | is |", 1)[1].split("\n\n", 1)[0]
+    rows = re.findall(r"^\| (.*?) ?\| `([\w ]+)` \| \w", section, flags=re.MULTILINE)
+    listed: dict[str, list[str]] = {}
+    for end, name in rows:
+        listed.setdefault(end or list(listed)[-1], []).append(name)
+
+    phases = [phase.value for phase in Phase]
+    parts = [timeline.PACKING, timeline.MAKING, timeline.WAITING_FOR_SLOT]
+    after = phases.index(Phase.STREAMING.value) + 1
+    # A worker that aborts has no report, and says nothing of its time.
+    stages = [name for name in receiver._STAGES.values() if name != timeline.ABORTING]
+    worker = list(dict.fromkeys([timeline.WAITING, *stages]))
+    worker.insert(worker.index(timeline.LOADING) + 1, timeline.PROCESSING)
+    assert listed == {
+        "the trainer": [
+            *(timeline.EXAMINING, *phases[:after], *parts),
+            *(*phases[after:], timeline.RETURNING),
+        ],
+        "a worker": worker,
+    }
 
 
 def test_every_exit_code_is_listed() -> None:

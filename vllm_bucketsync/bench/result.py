@@ -8,8 +8,10 @@ from statistics import median
 from typing import Any
 
 from vllm_bucketsync.report import PushReport
+from vllm_bucketsync.trace import Trace
 
 from .machine import machine, versions
+from .stages import stages_of
 
 # What warm updates are compared with, by what carries them and where the tensors are.
 MEMCPYS, DEVICE_COPY, HOST_COPIES = "memcpys", "device_copy", "host_copies"
@@ -45,6 +47,7 @@ class Plan:
         num_threads: Threads of torch at each end.
         slot_size: As in ``Settings``.
         num_slots: As in ``Settings``.
+        is_traced: Whether more updates follow, of which traces are kept.
     """
 
     num_bytes: int
@@ -55,6 +58,7 @@ class Plan:
     repeat: int = 5
     slot_size: int | None = None
     num_slots: int | None = None
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,7 @@ class Measured:
         floors: Seconds of each plain copy, once before each warm update, by its name.
         num_slots: How many slots there were.
         peaks: Memory beyond the tensors.
+        traces: Of an update like the median one, by what it went into.
     """
 
     plan: Plan
@@ -106,6 +111,7 @@ class Measured:
     floors: Mapping[str, tuple[float, ...]]
     num_slots: int
     peaks: Peaks
+    traces: Mapping[str, Trace]
 
     @property
     def floor(self) -> str:
@@ -178,4 +184,5 @@ class Measured:
             "ratio_of_bests": self.ratio_of_bests(target),
             "worker_load_s": [worker.load_s for worker in workers],
             "worker_wait_s": [worker.wait_s for worker in workers],
+            "stages_ms": stages_of([report.as_dict() for report in self.warm[target]]),
         }

@@ -6,7 +6,8 @@ right after the plain copies, so that a machine's noise hits both alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, UnsupportedError
 from vllm_bucketsync.report import PushReport
 from vllm_bucketsync.sync import WeightSync
+from vllm_bucketsync.trace import Trace
 
 from .floors import DeviceCopy, HostCopies, Memcpys
 from .memory import available_bytes, begin_peak, peak_since
 from .model import decoder_shapes, make_tensors, num_elements
 from .result import DEVICE_COPY, HOST_COPIES, MEMCPYS, Measured, Peaks, Plan
+from .traces import nearest, traced
 from .worker import BEGIN_PEAK, DISCARD, INTO, MODEL, PEAK, WorkerProcess
 
 # The tensors, the two buffers of plain copies, and the worker's model.
@@ -96,6 +99,11 @@ def _measure(
             reports.append(sync.push(tensors, version=f"{target}-{number}"))
     (status,) = sync.status()
     (worker_peak_bytes,) = worker.call(PEAK, worker_begin_bytes)
+    traces: dict[str, Trace] = {}
+    for target in warm if plan.is_traced else ():
+        tell(f"trace updates ({target})")
+        worker.call(INTO, target)
+        traces[target] = _trace_like(warm[target], sync, tensors)
     # Peaks are of the host's memory.
     are_on_host = first.transport != "cuda_ipc"
     # The region is the slots, and at most a header that is smaller than one.
@@ -112,7 +120,17 @@ def _measure(
             trainer_bytes=peak_since(begin_bytes),
             worker_bytes=worker_peak_bytes,
         ),
+        traces=traces,
     )
+
+
+def _trace_like(
+    reports: Sequence[PushReport], sync: WeightSync, tensors: Mapping[str, torch.Tensor]
+) -> Trace:
+    def run() -> tuple[float, Trace]:
+        return traced(lambda path: sync.push(tensors, version="traced", trace=path))
+
+    return nearest(run, seconds=median(report.seconds for report in reports))
 
 
 def _floors(

@@ -19,6 +19,7 @@ from .preflight import require_vllm
 
 if TYPE_CHECKING:
     from vllm_bucketsync.bench.engine.result import EngineResult
+    from vllm_bucketsync.bench.plot import Picture
 
 TEXT = (
     "bring weights into a vLLM engine of random weights: ours, vLLM's own, and plain copies, each "
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--budget-s", type=float, help="seconds after which nothing more is begun")
     option("--cuda-graphs", action="store_true", help="let the engine compile and capture")
     bench_options.add_slots(parser)
+    bench_options.add_pictures(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -49,9 +51,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Raises:
         CommandError: An option is out of range, vLLM is missing or does not start, or
-            ``--json`` names a file that cannot be written.
+            a file cannot be written.
     """
     bench_options.check_target(args.json)
+    is_traced = bench_options.check_pictures(args)
     require_vllm()
     console = Console(stderr=True)
     is_stdout_taken = args.json == bench_options.STDOUT
@@ -72,18 +75,20 @@ def run(args: argparse.Namespace) -> ExitCode:
     from vllm_bucketsync.bench.engine.run import measure
 
     try:
-        result = measure(_plan(args), tell=tell, save=save, begin_s=begin_s)
+        result = measure(_plan(args, is_traced=is_traced), tell=tell, save=save, begin_s=begin_s)
     except BucketSyncError as error:
         raise CommandError.of(error) from error
     found = result.as_dict()
     (console if is_stdout_taken else Console()).print(table(found), setup_table(found))
     if args.json is not None:
         _write(result, args.json)
+    if is_traced:
+        bench_options.write_pictures(args, _picture(result))
     has_failed = any(row["outcome"] == "failed" for row in found["rows"])
     return ExitCode.FAILED if has_failed else ExitCode.OK
 
 
-def _plan(args: argparse.Namespace) -> Any:
+def _plan(args: argparse.Namespace, *, is_traced: bool) -> Any:
     import torch
 
     from vllm_bucketsync.bench.engine.result import EnginePlan
@@ -104,11 +109,34 @@ def _plan(args: argparse.Namespace) -> Any:
         enforce_eager=not args.cuda_graphs,
         slot_size=args.slot_size,
         num_slots=args.num_slots,
+        is_traced=is_traced,
     )
 
 
 def _write(result: EngineResult, target: str) -> None:
     bench_options.write(json.dumps(result.as_dict(), indent=2) + "\n", target)
+
+
+def _picture(result: EngineResult) -> Picture:
+    from vllm_bucketsync.bench.engine.result import FLOOR
+    from vllm_bucketsync.bench.plot import Picture, Speeds
+
+    found, plan = result.as_dict(), result.plan
+    return Picture(
+        title=f"{plan.model}, {bench_options.bytes_text(result.num_bytes)} in "
+        f"{result.num_tensors} tensors, into a vLLM engine on {plan.device}",
+        caption=bench_options.measured_on(found),
+        traces={row.name: row.trace for row in result.rows if row.trace is not None},
+        speeds=[
+            Speeds(
+                name=row.name,
+                gb_per_s=[result.num_bytes / seconds / 1e9 for seconds in row.seconds],
+                is_floor=row.name == FLOOR,
+            )
+            for row in result.rows
+            if row.median_s is not None
+        ],
+    )
 
 
 def table(found: dict[str, Any]) -> Table:

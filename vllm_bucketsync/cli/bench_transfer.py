@@ -16,6 +16,7 @@ from . import bench_options
 from .exits import CommandError, ExitCode
 
 if TYPE_CHECKING:
+    from vllm_bucketsync.bench.plot import Picture
     from vllm_bucketsync.bench.result import Measured
 
 TEXT = "move a model between two processes, beside plain copies of the same bytes"
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--repeat", type=int, default=5, help="warm updates into each target (%(default)s)")
     option("--threads", type=int, help="torch's, at each end (half of the processors)")
     bench_options.add_slots(parser)
+    bench_options.add_pictures(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -46,13 +48,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Raises:
         CommandError: An option is out of range, this machine is too small or has no such
-            device, an update failed, or ``--json`` names a file that cannot be written.
+            device, an update failed, or a file cannot be written.
     """
     from vllm_bucketsync.bench.machine import usable_cpus
     from vllm_bucketsync.bench.result import Plan
     from vllm_bucketsync.bench.transfer import measure
 
     bench_options.check_target(args.json)
+    is_traced = bench_options.check_pictures(args)
     console = Console(stderr=True)
     threads = max(1, usable_cpus() // 2) if args.threads is None else args.threads
     plan = Plan(
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         repeat=args.repeat,
         slot_size=args.slot_size,
         num_slots=args.num_slots,
+        is_traced=is_traced,
     )
     try:
         measured = measure(plan, tell=lambda doing: console.print(f"{doing} …", style="dim"))
@@ -75,7 +79,33 @@ def run(args: argparse.Namespace) -> ExitCode:
     )
     if args.json is not None:
         bench_options.write(json.dumps(measured.as_dict(), indent=2) + "\n", args.json)
+    if is_traced:
+        bench_options.write_pictures(args, _picture(measured))
     return ExitCode.OK
+
+
+def _picture(measured: Measured) -> Picture:
+    from vllm_bucketsync.bench.plot import Picture, Speeds
+
+    found = measured.as_dict()
+    speeds = {f"warm updates ({target})": measured.seconds(target) for target in measured.warm}
+    floors = {_FLOOR_TITLES[name]: seconds for name, seconds in measured.floors.items()}
+    floor = _FLOOR_TITLES[measured.floor]
+    return Picture(
+        title=f"{bench_options.bytes_text(found['num_bytes'])} between two processes, "
+        f"{found['transport']}, {found['num_buckets']} buckets, {found['num_slots']} slots of "
+        f"{bench_options.bytes_text(found['slot_size_bytes'])}",
+        caption=bench_options.measured_on(found),
+        traces={f"warm update ({target})": trace for target, trace in measured.traces.items()},
+        speeds=[
+            Speeds(
+                name=name,
+                gb_per_s=[measured.gb_per_s(one) for one in seconds],
+                is_floor=name == floor,
+            )
+            for name, seconds in (speeds | floors).items()
+        ],
+    )
 
 
 def _speed_table(measured: Measured) -> Table:

@@ -61,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=PAUSE_MODES[0],
         help="requests that run: let them end, end them, or freeze them (%(default)s)",
     )
+    text = "write what each end did when, as Chrome trace JSON, for Perfetto"
+    option("--trace", metavar="FILE", type=Path, help=text)
     option("--json", action="store_true", help="print the report as JSON, and nothing else")
 
 
@@ -87,6 +89,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             dry_run=args.dry_run,
             pause=args.pause,
             progress=progress,
+            trace=args.trace,
         ),
     )
 

@@ -46,5 +46,6 @@ def run(args: argparse.Namespace) -> ExitCode:
             dry_run=args.dry_run,
             pause=args.pause,
             progress=progress,
+            trace=args.trace,
         ),
     )

@@ -18,13 +18,11 @@ from ..copies import CopyBatch, DeferredCopies, view
 from ..layout import TensorMeta
 from ..messages import LoadSplit
 from ..sinks import Bucket, Piece
-from ..timeline import Timeline
+from ..timeline import PROCESSING, Timeline
 from . import layerwise
 from .observe import observe
 from .plan import Plan, PlannedModule
 from .record import Copy
-
-_PROCESSING = "processing"
 
 Weights = list[tuple[TensorMeta, torch.Tensor]]
 
@@ -117,7 +115,7 @@ class Replay:
             direct_bytes=sum(one.num_bytes for one in direct),
             num_processed=len(processed),
             processed_bytes=sum(one.num_bytes for one in processed),
-            process_s=self.timeline.seconds(_PROCESSING),
+            process_s=self.timeline.seconds(PROCESSING),
         )
 
     def unfinished(self) -> list[PlannedModule]:
@@ -201,7 +199,7 @@ class Replay:
             self._found[planned] = observe(planned, scratch, process)
         else:
             process()
-        self.timeline.note(_PROCESSING, begin_ns)
+        self.timeline.note(PROCESSING, begin_ns)
 
 
 def _filled_scratch(planned: PlannedModule) -> dict[str, torch.Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from vllm_bucketsync.report import PushReport
 from vllm_bucketsync.sync import WeightSync
 
 from .method import Details, Stage
@@ -42,15 +44,19 @@ class Push:
 
     def run(self) -> Details:
         """Push."""
+        return self.push().as_dict()
+
+    def push(self, trace: Path | None = None) -> PushReport:
+        """Push, and write a trace where there is a file for it."""
         if self._sync is None:
             raise RuntimeError("Push.prepare was not called")
         trainer = self._stage.trainer
-        report = self._sync.push(
+        return self._sync.push(
             trainer.tensors,
             version=f"step {trainer.num_steps}",
             zero_copy=self._is_zero_copy,
+            trace=trace,
         )
-        return report.as_dict()
 
     def close(self) -> None:
         """Give slots and sockets back."""

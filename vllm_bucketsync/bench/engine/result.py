@@ -8,9 +8,14 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
+from vllm_bucketsync.bench.stages import stages_of
+from vllm_bucketsync.trace import Trace
+
 # The plain copy that everything is divided by, and vLLM's own ways.
 FLOOR = "copy"
 VLLM_IPC = ("vllm_ipc_packed", "vllm_ipc")
+# Of a row: what is summed up, and what goes into a file of its own.
+_NO_DATA = frozenset({"details", "trace"})
 
 
 class Outcome(StrEnum):
@@ -36,6 +41,7 @@ class EnginePlan:
         enforce_eager: Whether the engine leaves out CUDA graphs and compilation.
         slot_size: As in ``Settings``.
         num_slots: As in ``Settings``.
+        is_traced: Whether more runs of ours follow, of which traces are kept.
     """
 
     model: str
@@ -47,6 +53,7 @@ class EnginePlan:
     enforce_eager: bool = True
     slot_size: int | None = None
     num_slots: int | None = None
+    is_traced: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +69,7 @@ class Row:
         warm_up_s: Seconds of the runs before the timed ones; the first may make memory.
         seconds: Of each timed run. Runs of an engine count only after a comparison.
         details: What each timed run told.
+        trace: Of a run like the median one; of ours, where that was asked for.
     """
 
     name: str
@@ -72,6 +80,7 @@ class Row:
     warm_up_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     details: list[Mapping[str, Any]] = field(default_factory=list)
+    trace: Trace | None = None
 
     @property
     def median_s(self) -> float | None:
@@ -87,7 +96,7 @@ class Row:
             floor_s: The floor's median.
             vllm_s: That of vLLM's fastest own way.
         """
-        found = {key: value for key, value in asdict(self).items() if key != "details"}
+        found = {key: value for key, value in asdict(self).items() if key not in _NO_DATA}
         if self.median_s is not None:
             found |= {
                 "median_s": self.median_s,
@@ -98,6 +107,7 @@ class Row:
             }
         return found | {
             "splits": splits(self.details),
+            "stages_ms": stages_of(self.details),
             "last": dict(self.details[-1]) if self.details else {},
         }
 

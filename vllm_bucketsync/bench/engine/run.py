@@ -6,12 +6,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from vllm_bucketsync.bench.machine import machine, versions
+from vllm_bucketsync.bench.traces import nearest, traced
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, UnsupportedError
+from vllm_bucketsync.trace import Trace
 
 from .floors import floors
 from .method import Method, Stage
@@ -165,6 +168,8 @@ class _Runner:
                     row.outcome = Outcome.MEASURED if row.seconds else Outcome.SKIPPED
                     return
                 self._run(method, row, is_timed=number >= self._plan.warm_up)
+            if self._plan.is_traced and isinstance(method, Push) and not self._is_late:
+                row.trace = nearest(lambda: self._traced(method), seconds=median(row.seconds))
         finally:
             method.close()
             if self._stage.has_gpu:
@@ -182,6 +187,12 @@ class _Runner:
         (row.seconds if is_timed else row.warm_up_s).append(seconds)
         if is_timed:
             row.details.append(details)
+
+    def _traced(self, push: Push) -> tuple[float, Trace]:
+        self._stage.trainer.step()
+        found = traced(push.push)
+        self._truth.check()
+        return found
 
 
 def _line(row: Row) -> str:
