@@ -145,15 +145,12 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
         assert text in out
 
 
-def test_every_option_of_a_push_is_handed_on(
-    fake: Fake, push: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+def test_every_option_of_a_push_is_handed_on(fake: Fake, push: list[str]) -> None:
     other = ["--url", "unix:///run/vllm"]
 
     cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run"])
 
-    assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": "of-the-environment"}
+    assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": None}
     assert (fake.pushed[0]["version"], fake.pushed[0]["pause"]) == ("7", "keep")
     assert fake.pushed[0]["dry_run"]
 

@@ -7,13 +7,12 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vllm_bucketsync.errors import BucketSyncError
 
-from . import bench_options
+from . import bench_options, screen
 from .exits import CommandError, ExitCode
 from .preflight import require_vllm
 
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     bench_options.check_target(args.json)
     require_vllm()
-    console = Console(stderr=True)
+    console = screen.stderr(args)
     is_stdout_taken = args.json == bench_options.STDOUT
     begin_s = time.monotonic()
 
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     except BucketSyncError as error:
         raise CommandError.of(error) from error
     found = result.as_dict()
-    (console if is_stdout_taken else Console()).print(table(found), setup_table(found))
+    (console if is_stdout_taken else screen.stdout(args)).print(table(found), setup_table(found))
     if args.json is not None:
         _write(result, args.json)
     has_failed = any(row["outcome"] == "failed" for row in found["rows"])

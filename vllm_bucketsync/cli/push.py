@@ -11,11 +11,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from vllm_bucketsync.errors import BucketSyncError, EngineState
 
-from . import online
+from . import online, screen
 from .exits import CommandError, ExitCode
 from .progress import Steps
 from .tables import report_table
@@ -107,7 +105,7 @@ def give(args: argparse.Namespace, *, what: str, act: Act) -> ExitCode:
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        Console().print(report_table(report.as_dict()))
+        screen.stdout(args).print(report_table(report.as_dict()))
     return ExitCode.OK
 
 
@@ -116,7 +114,7 @@ def _given(args: argparse.Namespace, what: str, act: Act) -> PushReport:
 
     has_sent = False
     doing = "check" if args.dry_run else "push"
-    with Steps(Console(stderr=True)) as steps:
+    with Steps(screen.stderr(args)) as steps:
         try:
             with (
                 WeightSync(**online.connection(args)) as sync,
