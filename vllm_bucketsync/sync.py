@@ -15,6 +15,7 @@ from .arguments import check_patterns, check_pause, check_version, is_count
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
+from .clients.words import in_words_of
 from .config import Settings
 from .errors import (
     ConfigError,
@@ -278,8 +279,9 @@ class WeightSync(Keeper):
                 ``connect_timeout_s``.
             EngineUnreachableError: It did not answer at all.
         """
-        self._check_ready()
-        return self._ask(STATUS_METHOD)
+        with in_words_of(self._engines):
+            self._check_ready()
+            return self._ask(STATUS_METHOD)
 
     def release(self) -> None:
         """Give the shared memory back on both ends; the next push takes it anew.

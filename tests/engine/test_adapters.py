@@ -97,7 +97,7 @@ def test_a_pushed_adapter_answers_as_one_that_was_read_from_disk(
 
     assert stage.says(report) == 1
     assert {name: bytes_of(tensor) for name, tensor in model.state_dict().items()} == before
-    assert report.workers[0].notes == ("8 modules take part of the adapter",)
+    assert report.workers[0].notes == ("it is applied to 8 modules",)
     assert report.request_kwargs == {
         "lora_name": "policy",
         "lora_int_id": report.lora_int_id,
@@ -576,7 +576,7 @@ def test_embeddings_and_heads_take_adapters_too(stage: Stage, sync: WeightSync) 
 
     report = sync.push_lora(model, name="policy", version=1)
 
-    assert report.workers[0].notes == ("10 modules take part of the adapter",)
+    assert report.workers[0].notes == ("it is applied to 10 modules",)
     assert stage.says(report) == 4
     tensors = {name: one for name, one in _tensors(model).items() if "embed_tokens" in name}
     short = {name: one[:, :-1] if "_A" in name else one for name, one in tensors.items()}

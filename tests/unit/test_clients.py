@@ -315,7 +315,7 @@ def test_a_server_below_a_root_path_is_asked_there(server: Server) -> None:
 def test_a_wrong_key_says_what_to_pass(server: Server, engine: HttpEngine) -> None:
     server.answers["/v1/bucketsync/info"] = (401, {"error": "Unauthorized"})
 
-    with pytest.raises(EngineUnreachableError, match="api_key="):
+    with pytest.raises(EngineUnreachableError, match="api_key= or in VLLM_API_KEY"):
         engine.check_ready()
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from . import online, screen
 from .exits import ExitCode
+from .wording import as_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     findings = []
     console = screen.stdout(args)
-    for finding in _findings(args):
+    for one in _findings(args):
+        finding = replace(one, found=as_options(one.found), advice=as_options(one.advice))
         findings.append(finding)
         if not args.json:
             # One by one: trying a device takes seconds.

@@ -7,6 +7,8 @@ from typing import Self
 
 from vllm_bucketsync.errors import BucketSyncError, ConfigError, UnsupportedError
 
+from .wording import as_options
+
 
 class ExitCode(IntEnum):
     """What ``vllm-bucketsync`` ends with; 2 is argparse's own."""
@@ -50,4 +52,5 @@ class CommandError(Exception):
                 text, code = str(error), ExitCode.UNAVAILABLE
             case _:
                 text, code = f"{type(error).__name__}: {error}", ExitCode.FAILED
+        text = as_options(text)
         return cls(f"{text} ({also})" if also else text, code=code)

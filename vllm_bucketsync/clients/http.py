@@ -359,7 +359,7 @@ def _refusal(answer: httpx.Response) -> BucketSyncError | None:
 
 def _advice(status: int) -> str:
     if status in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-        return "pass the server's key as api_key="
+        return "pass the server's key as api_key= or in VLLM_API_KEY"
     if status == httpx.codes.NOT_FOUND:
         return (
             "start the server with VLLM_PLUGINS=bucketsync,bucketsync_http, or with "

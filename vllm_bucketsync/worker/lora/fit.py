@@ -35,11 +35,13 @@ class Fit:
         modules: vLLM's modules that take part of it.
         skipped: Names of tensors that go nowhere, rightly.
         is_stacked: Its experts are stacked in one tensor (vLLM's 3D format).
+        notes: What a user may not expect.
     """
 
     modules: frozenset[str]
     skipped: tuple[str, ...]
     is_stacked: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -117,6 +119,17 @@ def check_fit(
         modules=frozenset(place.module for place in matched.values()),
         skipped=tuple(skipped),
         is_stacked=any(place.num_experts > 1 for place in matched.values()),
+        notes=_idle_patterns(partial, pairs),
+    )
+
+
+def _idle_patterns(partial: Sequence[str], pairs: dict[str, _Pair]) -> tuple[str, ...]:
+    """Return a note of each pattern that no module of the adapter is matched by."""
+    names = [pair.name for pair in pairs.values()]
+    return tuple(
+        f"partial names {pattern!r}, which matches no module of the adapter"
+        for pattern in partial
+        if not any(fnmatchcase(name, pattern) for name in names)
     )
 
 
