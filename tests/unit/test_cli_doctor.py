@@ -16,7 +16,7 @@ from vllm_bucketsync.doctor.findings import Finding, State
 
 GOOD = Finding(name="shm, cpu", state=State.OK, found="the same [bytes]")
 SLOW = Finding(name="room", state=State.WARN, found="64 MiB", advice="use --shm-size")
-BAD = Finding(name="cuda_ipc", state=State.FAILED, found="refused", advice="no MIG")
+BAD = Finding(name="cuda_ipc [0]", state=State.FAILED, found="refused", advice="no MIG")
 NONE = Finding(name="vLLM", state=State.SKIPPED, found="not installed")
 
 
@@ -73,8 +73,8 @@ def test_what_will_not_work_is_named_at_the_end_and_by_the_exit_code(
     assert cli.main(["doctor"]) == ExitCode.FAILED
 
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "FAILED cuda_ipc: refused"
-    assert out[-1] == "will not work: cuda_ipc"
+    assert out[0] == "FAILED cuda_ipc [0]: refused"
+    assert out[-1] == "will not work: cuda_ipc [0]"
 
 
 def test_json_is_all_that_stdout_gets(
@@ -88,7 +88,7 @@ def test_json_is_all_that_stdout_gets(
         "will_all_work": False,
         "findings": [
             {"name": "room", "state": "warn", "found": "64 MiB", "advice": "use --shm-size"},
-            {"name": "cuda_ipc", "state": "failed", "found": "refused", "advice": "no MIG"},
+            {"name": "cuda_ipc [0]", "state": "failed", "found": "refused", "advice": "no MIG"},
         ],
     }
 

@@ -1,8 +1,8 @@
 """The command line: ``vllm-bucketsync COMMAND``.
 
 A command is a module of this package with ``add_arguments(parser)`` and
-``run(args) -> ExitCode``. What it needs that is slow to import, it imports in ``run``.
-Exit codes are those of ``exits.ExitCode``.
+``run(args) -> ExitCode``, and maybe ``EXAMPLES`` for the end of its help. What it needs that
+is slow to import, it imports in ``run``. Exit codes are those of ``exits.ExitCode``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ COMMANDS = {
 _EXIT_CODES = """\
 exit codes:
   0    done
-  1    it ran and the outcome is bad: a push failed, a worker is torn, outputs differ
+  1    it ran and the outcome is bad: a push failed, a worker is torn, outputs differ,
+       something on this machine will not work
   2    the command line is wrong
   3    this environment, or the engine, lacks something; the text says what to change
   130  interrupted; everything that was started has been stopped
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=text.splitlines()[0],
             description=text,
+            epilog=getattr(module, "EXAMPLES", None),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         screen.add_arguments(command, default=argparse.SUPPRESS)

@@ -32,7 +32,7 @@ from .demo_model import PROMPTS, build_checkpoint
 from .exits import CommandError, ExitCode
 from .preflight import require_vllm
 from .progress import Advance, Steps
-from .servers import Completion, Server, environment, with_logs
+from .servers import STOP_TIMEOUT_S, Completion, Server, environment, with_logs
 from .tables import report_table
 
 NUM_TOKENS = 8
@@ -137,6 +137,7 @@ def _push_and_generate(folder: Path, steps: Steps) -> Outcome:
     with (
         Server.start(old, log=folder / "engine.log", arguments=extension) as engine,
         Server.start(new, log=folder / "reference.log") as reference,
+        _stopping(steps, engine, reference),
     ):
         with steps.step("start an engine from the old checkpoint, and one from the new"):
             engine.wait_until_ready()
@@ -147,10 +148,23 @@ def _push_and_generate(folder: Path, steps: Steps) -> Outcome:
             report = _train(new, engine, log=folder / "trainer.log", advance=advance)
         with steps.step("generate with both engines"):
             after, expected = _generate(engine), _generate(reference)
-        with steps.step("stop the engines"):
-            engine.stop()
-            reference.stop()
     return Outcome(before=before, after=after, expected=expected, report=report)
+
+
+@contextmanager
+def _stopping(steps: Steps, *servers: Server) -> Iterator[None]:
+    """Stop servers at the end, all at once, and say so: it takes seconds."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        steps.say(f"interrupted: stopping the engines, for {STOP_TIMEOUT_S:g} s at most")
+        raise
+    finally:
+        for server in servers:
+            server.ask_to_stop()
+        with steps.step("stop the engines"):
+            for server in servers:
+                server.stop()
 
 
 def _generate(engine: Server) -> list[Completion]:

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
     from vllm_bucketsync.doctor.findings import Finding
 
+EXAMPLES = """\
+examples:
+  vllm-bucketsync doctor
+  vllm-bucketsync doctor --clean
+  vllm-bucketsync doctor --url http://127.0.0.1:8000 --json
+"""
+
 # As in ``doctor.transports``, which is slow to import; a test compares them.
 DEFAULT_TIMEOUT_S = 180.0
 _MARKS = {
@@ -98,9 +105,11 @@ def _line(finding: Finding) -> Text:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
+    from rich.markup import escape
+
     counts = {state: sum(one.state == state for one in findings) for state in _MARKS}
     if counts["failed"]:
-        names = ", ".join(one.name for one in findings if one.state == "failed")
+        names = escape(", ".join(one.name for one in findings if one.state == "failed"))
         return f"[bold red]will not work:[/bold red] {names}"
     warned = f", {counts['warn']} of it could work better" if counts["warn"] else ""
     return f"[green]all of it will work[/green]{warned}"

@@ -171,6 +171,10 @@ class Server:
             logprobs=tuple(choice["logprobs"]["token_logprobs"]),
         )
 
+    def ask_to_stop(self) -> None:
+        """Ask the server to end, and do not wait for it; ``stop`` does."""
+        self._process.terminate()
+
     def stop(self) -> None:
         """End the server and its workers. Idempotent.
 
@@ -180,7 +184,7 @@ class Server:
         if self._http.is_closed:
             return
         self._http.close()
-        self._process.terminate()
+        self.ask_to_stop()
         try:
             self._wait_for_group()
         finally:

@@ -1,6 +1,8 @@
 """Say what every worker of running servers holds.
 
-Of data-parallel replicas vLLM lets only the first answer.
+A line for each worker: which weights it has, whether they are whole, how they came. Exit
+code 1 where a worker holds parts of two updates, or workers disagree. Of data-parallel
+replicas vLLM lets only the first answer.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ from vllm_bucketsync.errors import BucketSyncError
 from . import online, screen
 from .exits import CommandError, ExitCode
 from .tables import status_table
+
+EXAMPLES = """\
+examples:
+  vllm-bucketsync status --url http://127.0.0.1:8000
+  vllm-bucketsync status --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --json
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
