@@ -64,10 +64,12 @@ def _versions(url: str, workers: Sequence[Mapping[str, Any]]) -> Finding:
     name = f"{url}: versions"
     theirs = {(str(one.get("plugin_version")), one.get("protocol")) for one in workers}
     if theirs == {(__version__, PROTOCOL_VERSION)}:
-        found = f"{__version__}, protocol {PROTOCOL_VERSION}, at both ends"
+        found = f"{__version__} (protocol {PROTOCOL_VERSION}) at both ends"
         return Finding(name=name, state=State.OK, found=found)
-    said = ", ".join(f"{version}, protocol {number}" for version, number in sorted(theirs, key=str))
-    found = f"the server has {said}; here is {__version__}, protocol {PROTOCOL_VERSION}"
+    said = ", ".join(
+        f"{version} (protocol {number})" for version, number in sorted(theirs, key=str)
+    )
+    found = f"the server has {said}; here is {__version__} (protocol {PROTOCOL_VERSION})"
     is_understood = {protocol for _, protocol in theirs} == {PROTOCOL_VERSION}
     state = State.WARN if is_understood else State.FAILED
     advice = "install one version of vllm_bucketsync at both ends"
