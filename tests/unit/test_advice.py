@@ -94,7 +94,7 @@ def test_every_flag_that_a_text_names_has_its_argument() -> None:
 
     named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", text)}
 
-    # Docker's own; and the table is no text.
+    # Docker's own.
     assert named - {"--shm-size"} == set(FLAGS)
 
 
@@ -145,6 +145,14 @@ def test_flags_are_told_as_arguments(text: str, expected: str) -> None:
 )
 def test_arguments_are_told_as_options(text: str, expected: str) -> None:
     assert as_options(text) == expected
+
+
+def test_a_setting_that_the_command_has_an_option_for_is_told_as_that() -> None:
+    text = "slot_size is 1; set it as slot_size= or in VLLM_BUCKETSYNC_SLOT_SIZE; set dir to"
+
+    told = as_options(text, settings=["slot_size"])
+
+    assert told == "--slot-size is 1; set --slot-size; set VLLM_BUCKETSYNC_DIR to"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         result = measure(_plan(args), tell=tell, save=save, begin_s=begin_s)
     except BucketSyncError as error:
-        raise CommandError.of(error) from error
+        raise CommandError.of(error, settings=bench_options.SETTINGS) from error
     found = result.as_dict()
     (console if is_stdout_taken else screen.stdout(args)).print(table(found), setup_table(found))
     if args.json is not None:

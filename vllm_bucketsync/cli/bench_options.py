@@ -12,6 +12,8 @@ from vllm_bucketsync.errors import ConfigError
 from .exits import CommandError, ExitCode
 
 STDOUT = "-"
+# Options of both benchmarks that are settings of WeightSync.
+SETTINGS = ("slot_size", "num_slots")
 
 
 def add_slots(parser: argparse.ArgumentParser) -> None:

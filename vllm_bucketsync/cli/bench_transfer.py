@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         measured = measure(plan, tell=lambda doing: console.print(f"{doing} …", style="dim"))
     except BucketSyncError as error:
-        raise CommandError.of(error) from error
+        settings = (*bench_options.SETTINGS, "transport")
+        raise CommandError.of(error, settings=settings) from error
     is_stdout_taken = args.json == bench_options.STDOUT
     (console if is_stdout_taken else screen.stdout(args)).print(
         _speed_table(measured), _setup_table(measured)

@@ -7,35 +7,52 @@ has. Here some of these are options, others are variables of the environment alo
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import fields
 
 from vllm_bucketsync.config import API_KEY_ENV, ENV_PREFIX, Settings
 
+# Arguments that are options of every command that could be told of them.
 OPTIONS = {
-    "api_key=": f"--api-key or {API_KEY_ENV}",
-    "partial=": "--partial",
-    "name=": "--name",
-    "version=": "--version",
-    "pause=": "--pause ",
+    "api_key": f"--api-key or {API_KEY_ENV}",
+    "partial": "--partial",
+    "name": "--name",
+    "version": "--version",
+    "pause": "--pause",
 }
-_SETTINGS = {field.name: ENV_PREFIX + field.name.upper() for field in fields(Settings)}
+_SETTINGS = [field.name for field in fields(Settings)]
+_ANY = "|".join(_SETTINGS)
 # Those that can be told from plain English by themselves.
 _TELLING = "|".join(name for name in _SETTINGS if "_" in name)
-_RULES = (
-    # A setting with its variable beside it: only the variable is left.
-    (re.compile(rf"(?:it as )?\b({'|'.join(_SETTINGS)})= or (?:in )?(?={ENV_PREFIX})"), ""),
-    (re.compile(rf"\bset ({'|'.join(_SETTINGS)})\b"), lambda match: f"set {_SETTINGS[match[1]]}"),
-    (re.compile(rf"(?<!-)\b({_TELLING})\b=?"), lambda match: _SETTINGS[match[1]]),
-    # The key may be beside its variable as well.
-    (re.compile(rf"\bapi_key=,? or (?:in )?(?={API_KEY_ENV})"), "--api-key or "),
-    (re.compile(rf"\b({'|'.join(OPTIONS)})'?(\w*)'?"), lambda match: OPTIONS[match[1]] + match[2]),
-    (re.compile(r"\bwith rename="), "in the checkpoint"),
-    (re.compile(r"\bpush_lora\b"), "push-lora"),
+# With its variable beside it, as what is to be set, or by its name alone.
+_SETTING = re.compile(
+    rf"(?:it as )?\b({_ANY})= or (?:in )?{ENV_PREFIX}\w+|(?<=\bset )({_ANY})\b|\b({_TELLING})\b=?"
 )
+_ARGUMENT = re.compile(
+    rf"\b({'|'.join(OPTIONS)})=(?: or (?:in )?{API_KEY_ENV})?(?:'(?P<value>\w+)')?"
+)
+_OTHERS = {"with rename=": "in the checkpoint", "use push_lora": "use push-lora"}
 
 
-def as_options(text: str) -> str:
-    """Return a text with arguments as options, and settings as variables."""
-    for pattern, words in _RULES:
-        text = pattern.sub(words, text)
+def as_options(text: str, *, settings: Collection[str] = ()) -> str:
+    """Return a text with arguments as options, and settings as variables.
+
+    Args:
+        text: What the package says.
+        settings: Those that the command has an option for.
+    """
+
+    def setting(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or match[3]
+        if name in settings:
+            return f"--{name.replace('_', '-')}"
+        return f"{ENV_PREFIX}{name.upper()}"
+
+    text = _ARGUMENT.sub(_option, _SETTING.sub(setting, text))
+    for words, others in _OTHERS.items():
+        text = text.replace(words, others)
     return text
+
+
+def _option(match: re.Match[str]) -> str:
+    return OPTIONS[match[1]] + (f" {match['value']}" if match["value"] else "")
