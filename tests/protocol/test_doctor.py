@@ -89,7 +89,7 @@ def test_a_process_that_hangs_is_killed_at_the_deadline() -> None:
         with pytest.raises(HelperError, match="no answer to 'devices' within 1 s"):
             helper.ask("devices", timeout_s=1.0)
 
-        assert time.monotonic() - begin_s < PATIENCE_S
+        assert time.monotonic() - begin_s < 20
         with pytest.raises(HelperError, match="died of SIGKILL"):
             helper.ask("devices", timeout_s=PATIENCE_S)
 

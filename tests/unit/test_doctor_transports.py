@@ -23,13 +23,16 @@ class Stub:
 
     Attributes:
         made: How many there were.
+        asked: Which of them was asked for what, in order.
         act: What an answer is, by act and device; raises for what fails.
     """
 
     made: ClassVar[int] = 0
+    asked: ClassVar[list[tuple[int, str]]] = []
     act: ClassVar[Callable[[str, dict[str, Any]], dict[str, Any]]]
 
     def __init__(self) -> None:
+        self._number = Stub.made
         Stub.made += 1
 
     def __enter__(self) -> Self:
@@ -40,6 +43,7 @@ class Stub:
 
     def ask(self, act: str, *, timeout_s: float, **request: Any) -> dict[str, Any]:
         assert 0 < timeout_s <= 10
+        Stub.asked.append((self._number, act))
         return {"warnings": []} | Stub.act(act, request)
 
 
@@ -58,6 +62,7 @@ def works(act: str, request: dict[str, Any]) -> dict[str, Any]:
 def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "Helper", Stub)
     monkeypatch.setattr(Stub, "made", 0)
+    monkeypatch.setattr(Stub, "asked", [])
     monkeypatch.setattr(Stub, "act", staticmethod(works), raising=False)
 
 
@@ -88,6 +93,14 @@ def test_where_all_works_two_processes_are_enough() -> None:
     assert [one.state for one in found.values()] == [State.OK] * (1 + 6)
     assert "GPU-cuda:1" in found["devices"].found
     assert Stub.made == 3
+
+
+def test_memory_is_given_back_after_each_trial_by_the_reader_first() -> None:
+    check()
+
+    devices, *asked = Stub.asked
+    assert devices == (0, "devices")
+    assert asked == [(1, "write"), (2, "read"), (2, "close"), (1, "close")] * 6
 
 
 def test_bytes_that_differ_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,13 @@ logging.getLogger({name!r}).setLevel(logging.INFO)
     assert run(script) == "an update\n"
 
 
+def test_a_root_logger_that_is_set_up_later_shows_nothing_twice() -> None:
+    later = "\nlogging.basicConfig(stream=sys.stdout, level=0)\nlog.info('another')\n"
+    script = "import sys\n" + LOGGING.format(before=AS_VLLM) + later + "print(said.getvalue())"
+
+    assert run(script).count("another") == 1
+
+
 def test_without_vllm_s_logging_nothing_is_set_up() -> None:
     script = LOGGING.format(before="") + "print(logging.getLogger('vllm_bucketsync').handlers)"
 
