@@ -374,8 +374,13 @@ def test_modules_may_go_unapplied_where_they_are_named(stage: Stage, sync: Weigh
         for name, tensor in tensors.items()
     }
     plain = sync.push_lora((tensors, config), name="plain", version=1)
-    report = sync.push_lora((with_more, config), name="more", version=1, partial=["visual.*"])
+    report = sync.push_lora(
+        (with_more, config), name="more", version=1, partial=["visual.*", "vsual.*"]
+    )
 
+    assert report.workers[0].notes[1:] == (
+        "partial names 'vsual.*', which matches no module of the adapter",
+    )
     assert report.skipped == tuple(
         f"visual.blocks.0.self_attn.{part}.lora_{side}.weight"
         for part in sorted(adapters.ATTENTION)
