@@ -367,6 +367,20 @@ def test_what_cannot_be_applied_is_refused_and_the_old_adapter_goes_on_serving(
     assert stage.says(old) == 1
 
 
+def test_faults_of_one_kind_are_told_by_the_first(stage: Stage, sync: WeightSync) -> None:
+    tensors, config = tensors_of(1)
+    whole = {name: one.int() for name, one in tensors.items()}
+
+    with pytest.raises(AdapterTensorError) as caught:
+        sync.push_lora((whole, config), name="x", version=1)
+
+    head, first, others = str(caught.value).splitlines()
+    assert head == "adapter 'x' cannot be applied; nothing was changed:"
+    assert "does not fit: expected floats, got int32" in first
+    assert others.startswith(f"  and {len(whole) - 1} more like it: '")
+    assert len(caught.value.problems) == min(len(whole), 20 + 1)
+
+
 def test_modules_may_go_unapplied_where_they_are_named(stage: Stage, sync: WeightSync) -> None:
     tensors, config = tensors_of(1)
     with_more = tensors | {

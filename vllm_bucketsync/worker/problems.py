@@ -71,7 +71,7 @@ def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
     if len(problems) > 1:
         # The search ends there, where it is a dry run.
         count = f"at least {MAX_PROBLEMS}" if len(problems) == MAX_PROBLEMS else len(problems)
-        lines = summary(problems)
+        lines = summary((one.kind, one.name, one.text) for one in problems)
         message = "\n  ".join([f"{count} problems; {state}:", *lines])
         if len(lines) < len(problems):
             every = "\n  ".join(problem.text for problem in problems)
@@ -83,18 +83,22 @@ def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
     raise first.cls(message, name=first.name, problems=texts)
 
 
-def summary(problems: Sequence[Problem]) -> list[str]:
-    """Return a line for the first problem of each kind, and one for all others of that kind."""
-    kinds: dict[str, list[Problem]] = {}
-    for problem in problems:
-        kinds.setdefault(problem.kind, []).append(problem)
+def summary(found: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for the first of each kind, and one for all others of that kind.
+
+    Args:
+        found: Kind, name and text of each thing that is wrong.
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for kind, name, text in found:
+        kinds.setdefault(kind, []).append((name, text))
     lines = []
-    for first, *others in kinds.values():
-        lines.append(first.text)
+    for (_, first), *others in kinds.values():
+        lines.append(first)
         if len(others) == 1:
-            lines.append(others[0].text)
+            lines.append(others[0][1])
         elif others:
-            names = _quoted(other.name for other in others)
+            names = _quoted(name for name, _ in others)
             lines.append(f"and {len(others)} more like it: {names}")
     return lines
 

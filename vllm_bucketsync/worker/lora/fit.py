@@ -19,6 +19,7 @@ from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_nam
 from ...errors import AdapterModuleError, AdapterTensorError
 from ...layout import TensorMeta
 from .. import compat
+from ..problems import summary
 from .places import Place, places_of
 
 MAX_NAMED = 20
@@ -238,8 +239,9 @@ def _raise_tensors(problems: _Problems, adapter: str) -> NoReturn:
     if len(problems.tensors) > MAX_NAMED:
         texts.append(f"and {len(problems.tensors) - MAX_NAMED} more")
     _, tensor, expected, got = problems.tensors[0]
+    lines = summary((f"{want} {has}", name, text) for text, name, want, has in problems.tensors)
     raise AdapterTensorError(
-        "\n  ".join([f"adapter {adapter!r} cannot be applied; {_NOTHING}:", *texts]),
+        "\n  ".join([f"adapter {adapter!r} cannot be applied; {_NOTHING}:", *lines]),
         adapter=adapter,
         problems=texts,
         tensor=tensor,
