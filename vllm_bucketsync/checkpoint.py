@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -256,11 +256,9 @@ def _compare(path: Path, *, index: dict[str, str], found: dict[str, StoredTensor
         )
 
 
-def _opened(file: Path) -> AbstractContextManager[Any]:
-    if torch_files.is_torch_file(file):
-        return torch_files.open_torch_file(file)
-    opened: AbstractContextManager[Any] = safe_open(file, framework="pt")
-    return opened
+def _opened(file: Path) -> Any:
+    is_torch = torch_files.is_torch_file(file)
+    return torch_files.open_torch_file(file) if is_torch else safe_open(file, framework="pt")
 
 
 def _read_header(file: Path) -> list[StoredTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,23 @@ def test_every_finding_is_a_line_with_its_advice_below(
         "all of it will work, 1 of it could work better",
     ]
     assert err == ""
+
+
+def test_on_a_terminal_long_texts_are_wrapped_beside_the_mark(
+    examined: Examined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    long = Finding(name="x", state=State.WARN, found="long " * 15, advice="so " * 30)
+    examined.findings = [long]
+
+    assert cli.main(["doctor"]) == ExitCode.OK
+
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert out[0].startswith("warn   x: long")
+    assert len(out) == 2 + 2 + 1
+    assert all(line.startswith(" " * 7) for line in out[1:-1])
+    assert max(map(len, out[:-1])) <= 60
 
 
 def test_what_will_not_work_is_named_at_the_end_and_by_the_exit_code(

@@ -24,6 +24,7 @@ FORBIDDEN = [
     ("vllm_bucketsync.receiver", {"vllm", "vllm_bucketsync.sender", "vllm_bucketsync.sync"}),
     ("vllm_bucketsync.sources", {"vllm"}),
     ("vllm_bucketsync.sync", {"vllm", "vllm_bucketsync.worker"}),
+    ("vllm_bucketsync.doctor.examine", {"torch", "vllm", "zmq", "httpx", "rich"}),
     ("vllm_bucketsync.cli", {"torch", "vllm", "zmq", "transformers"}),
 ]
 

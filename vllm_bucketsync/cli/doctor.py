@@ -20,6 +20,7 @@ from .wording import as_options
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rich.table import Table
     from rich.text import Text
 
     from vllm_bucketsync.doctor.findings import Finding
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         findings.append(finding)
         if not args.json:
             # One by one: trying a device takes seconds.
-            console.print(_line(finding), soft_wrap=not console.is_terminal)
+            console.print(_row(finding) if console.is_terminal else _line(finding), soft_wrap=True)
     is_well = will_all_work(findings)
     if args.json:
         told = {"will_all_work": is_well, "findings": [asdict(one) for one in findings]}
@@ -94,7 +95,24 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from examine.check_servers(args.url or [], api_key=args.api_key)
 
 
+def _row(finding: Finding) -> Table:
+    """Return a finding for a terminal, whose width long texts are wrapped to."""
+    from rich.table import Table
+    from rich.text import Text
+
+    mark, style = _MARKS[finding.state]
+    text = Text.assemble((finding.name, "bold"), f": {finding.found}")
+    if finding.advice:
+        text.append(f"\n{finding.advice}", style="italic")
+    grid = Table.grid(padding=0)
+    grid.add_column(width=7)
+    grid.add_column()
+    grid.add_row(Text(mark, style=style), text)
+    return grid
+
+
 def _line(finding: Finding) -> Text:
+    """Return a finding for a pipe or a file: its advice is the one line that follows."""
     from rich.text import Text
 
     mark, style = _MARKS[finding.state]
