@@ -1,7 +1,8 @@
 """Reads a Hugging Face checkpoint: what is in it, without its data, then its tensors.
 
 The headers say names, dtypes and shapes, so a checkpoint is declared before a byte of
-a tensor is read. An index is a promise about the shards, and is held to it.
+a tensor is read; ``torch_files`` says the same of what ``torch.save`` wrote. An index is
+a promise about the shards, and is held to it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from . import torch_files
 from .errors import SourceError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -80,7 +82,8 @@ def list_checkpoint(path: Path) -> list[StoredTensor]:
 
     Args:
         path: A folder with ``model.safetensors.index.json`` and its shards, with
-            ``model.safetensors``, or with any ``*.safetensors``; or one such file.
+            ``model.safetensors``, with any ``*.safetensors``, or, where there is none of
+            them, with ``pytorch_model.bin`` or its index and shards; or one such file.
 
     Returns:
         Its tensors in natural order of their names (``layers.2`` before
@@ -91,7 +94,10 @@ def list_checkpoint(path: Path) -> list[StoredTensor]:
         SourceError: There is no checkpoint, a file is damaged or missing, or the
             index and the shards disagree. The text names the files.
     """
-    files, index = _find_files(path)
+    files, index_file = _find_files(path)
+    index = None if index_file is None else _read_index(index_file)
+    if index is not None:
+        files = sorted({path / file for file in index.values()})
     found: dict[str, StoredTensor] = {}
     for file in files:
         for stored in _read_header(file):
@@ -102,8 +108,8 @@ def list_checkpoint(path: Path) -> list[StoredTensor]:
                     name=stored.name,
                 )
             found[stored.name] = stored
-    if index is not None:
-        _compare(path / INDEX_NAME, index=index, found=found)
+    if index is not None and index_file is not None:
+        _compare(index_file, index=index, found=found)
     return sorted(found.values(), key=lambda stored: natural_key(stored.name))
 
 
@@ -127,11 +133,11 @@ def read_tensors(stored: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
             try:
                 if item.file not in opened:
                     stack = everything.enter_context(ExitStack())
-                    handle = stack.enter_context(safe_open(item.file, framework="pt"))
+                    handle = stack.enter_context(_opened(item.file))
                     opened[item.file] = stack, handle
                 stack, handle = opened[item.file]
                 tensor = handle.get_tensor(item.name)
-            except (OSError, SafetensorError) as error:
+            except (OSError, KeyError, SafetensorError) as error:
                 raise SourceError(
                     f"{item.name!r} cannot be read from {item.file}: {error}; the file must "
                     f"not change while it is pushed",
@@ -159,13 +165,13 @@ def natural_key(name: str) -> tuple[tuple[tuple[bool, int, str], ...], ...]:
     )
 
 
-def _find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Return a checkpoint's files, and the index's map from name to file."""
+def _find_files(path: Path) -> tuple[list[Path], Path | None]:
+    """Return a checkpoint's files, or the index that names them."""
     if path.is_file():
-        if path.suffix != ".safetensors":
+        if path.suffix != ".safetensors" and not torch_files.is_torch_file(path):
             raise SourceError(
-                f"{path} is no .safetensors file; convert it with "
-                f"save_pretrained(safe_serialization=True)"
+                f"{path} is none of {', '.join(('.safetensors', *torch_files.SUFFIXES))}; convert "
+                f"it with save_pretrained(safe_serialization=True)"
             )
         return [path], None
     if not path.is_dir():
@@ -174,20 +180,23 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"model of the Hugging Face hub must be downloaded first"
         )
     if (path / INDEX_NAME).is_file():
-        index = _read_index(path / INDEX_NAME)
-        return sorted({path / file for file in index.values()}), index
+        return [], path / INDEX_NAME
     if (path / SINGLE_NAME).is_file():
         return [path / SINGLE_NAME], None
     files = sorted(path.glob("*.safetensors"))
     if [file.name for file in files] == [ADAPTER_NAME]:
         raise SourceError(f"{path} holds an adapter, not a model; use push_lora")
-    if not files:
-        raise SourceError(
-            f"{path} holds no *.safetensors; convert the checkpoint with "
-            f"save_pretrained(safe_serialization=True)"
-        )
-    _check_shard_numbers(path, files)
-    return files, None
+    if files:
+        _check_shard_numbers(path, files)
+        return files, None
+    if (path / torch_files.INDEX_NAME).is_file():
+        return [], path / torch_files.INDEX_NAME
+    if (path / torch_files.SINGLE_NAME).is_file():
+        return [path / torch_files.SINGLE_NAME], None
+    raise SourceError(
+        f"{path} holds no *.safetensors and no {torch_files.SINGLE_NAME}; convert the checkpoint "
+        f"with save_pretrained(safe_serialization=True)"
+    )
 
 
 def _check_shard_numbers(path: Path, files: Sequence[Path]) -> None:
@@ -247,7 +256,17 @@ def _compare(path: Path, *, index: dict[str, str], found: dict[str, StoredTensor
         )
 
 
+def _opened(file: Path) -> Any:
+    is_torch = torch_files.is_torch_file(file)
+    return torch_files.open_torch_file(file) if is_torch else safe_open(file, framework="pt")
+
+
 def _read_header(file: Path) -> list[StoredTensor]:
+    if torch_files.is_torch_file(file):
+        return [
+            StoredTensor(name=name, file=file, dtype=one.dtype, shape=tuple(one.shape))
+            for name, one in torch_files.load_torch_file(file).items()
+        ]
     try:
         with safe_open(file, framework="pt") as handle:
             slices = [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118

@@ -23,6 +23,8 @@ DEFAULT_SLOT_SIZE_BYTES = 512 * 1024**2
 MIN_SHRUNK_SLOT_SIZE_BYTES = 1024**2
 TRANSPORTS = ("auto", "cuda_ipc", "shm")
 PLAN_ENV = f"{ENV_PREFIX}PLAN"
+# vLLM's own, which its servers read as well.
+API_KEY_ENV = "VLLM_API_KEY"
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
 # As many digits as no memory will ever need: int() refuses thousands of them.
@@ -148,6 +150,15 @@ class PlanMode(StrEnum):
                 f"of the engine"
             )
         return cls(text)
+
+
+def api_key_from_env(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the key of vLLM's servers that the environment has; ``None`` where it has none.
+
+    Args:
+        environ: The environment; the process's own where ``None``.
+    """
+    return (os.environ if environ is None else environ).get(API_KEY_ENV) or None
 
 
 def parse_size(size: int | str) -> int:

@@ -21,6 +21,7 @@ from typing import Self
 from .asking import RpcCall, UpdateCall
 from .channel import Listener
 from .clients.base import STATUS_METHOD, Engine
+from .clients.words import in_words_of
 from .config import Settings
 from .errors import BucketSyncError, ConfigError, EngineBusyError
 from .guess import Known
@@ -145,8 +146,9 @@ class Keeper:
         if not self._lock.acquire(blocking=False):
             raise EngineBusyError("another push of this WeightSync runs; wait for its end")
         try:
-            self._check_idle()
-            yield
+            with in_words_of(self._engines):
+                self._check_idle()
+                yield
         finally:
             self._lock.release()
             if self._is_closed:

@@ -81,8 +81,8 @@ def create_file(directory: str, suffix: str, make: Callable[[Path], T]) -> T:
     raise _unusable(directory, "it is removed again and again")
 
 
-def remove_stale(directory: str) -> list[str]:
-    """Remove what dead owners left, and the private directory if it is empty then.
+def find_stale(directory: str) -> list[str]:
+    """Return what dead owners left, and leave it there.
 
     Only files of our own user, older than ``STALE_AFTER_S``, whose owner is certainly
     dead. Never follows a link, never waits.
@@ -91,20 +91,41 @@ def remove_stale(directory: str) -> list[str]:
         directory: Setting ``dir``.
 
     Returns:
-        Paths of the removed files.
+        Paths of the files.
 
     Raises:
         ConfigError: The private directory is not ours alone.
     """
     path = _private_path(directory)
-    removed: list[str] = []
+    found: list[str] = []
     with _config_errors(directory), contextlib.suppress(FileNotFoundError):
         _check_private(path)
         for file in sorted(path.iterdir()):
             with contextlib.suppress(FileNotFoundError):
                 if _is_stale(file):
-                    file.unlink()
-                    removed.append(str(file))
+                    found.append(str(file))
+    return found
+
+
+def remove_stale(directory: str) -> list[str]:
+    """Remove what ``find_stale`` finds, and the private directory if it is empty then.
+
+    Args:
+        directory: Setting ``dir``.
+
+    Returns:
+        Paths of the removed files.
+
+    Raises:
+        ConfigError: The private directory is not ours alone, or a file cannot be removed.
+    """
+    removed: list[str] = []
+    with _config_errors(directory):
+        for file in find_stale(directory):
+            # Another process may clean up at the same time.
+            with contextlib.suppress(FileNotFoundError):
+                Path(file).unlink()
+                removed.append(file)
     if removed:
         remove_dir_if_empty(directory)
     return removed

@@ -16,6 +16,7 @@ from .arguments import check_patterns, check_pause, check_trace, check_version, 
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
+from .clients.words import in_words_of
 from .config import Settings
 from .errors import (
     ConfigError,
@@ -48,6 +49,11 @@ class WeightSync(Keeper):
 
     Keeps the shared memory and the socket between updates; ``close`` gives them back.
     One update at a time; not for several threads at once, nor for forked children.
+
+    Everything that is raised on purpose is a ``BucketSyncError``. Its ``engine_state`` says
+    what the engine holds: ``unchanged``, ``committed``, ``torn`` or ``unknown``, and ``None``
+    where no update had begun; ``rank`` says which worker failed. After any of them the next
+    push starts afresh.
     """
 
     def __init__(
@@ -64,12 +70,24 @@ class WeightSync(Keeper):
             engine: A ``vllm.LLM``, a ``vllm.AsyncLLM``, the base URL of a vLLM server
                 (or ``unix:///path/of/its/socket``), or a list of them, which then are
                 updated together: all commit, or none does.
-            api_key: What the servers were started with.
+            api_key: What the servers were started with; ``VLLM_API_KEY`` of the
+                environment where it is left out.
             expected_workers: How many workers take part, where an engine cannot say.
-            settings: Fields of ``Settings``; the environment fills in the rest.
+            settings: By name, each of which can also be set in the environment, as
+                ``VLLM_BUCKETSYNC_`` and the name in capitals:
+
+                - ``transport``: ``"auto"``, or the only one that may be used.
+                - ``slot_size``: Bytes of one slot, as a number or as ``"512MiB"``.
+                - ``num_slots``: One is filled while others are loaded. 2.
+                - ``dir``: Where shared memory and sockets live. ``"/dev/shm"``.
+                - ``connect_timeout_s``: Until every worker has said hello. 60.
+                - ``idle_timeout_s``: Without any progress. 300.
+                - ``commit_timeout_s``: From the commit to the last report. 600.
+
+                ``help(vllm_bucketsync.Settings)`` says more of each.
 
         Raises:
-            ConfigError: The engine or a setting is wrong.
+            ConfigError: The engine or a setting is wrong; the text names the setting.
         """
         if expected_workers is not None and not is_count(expected_workers):
             raise ConfigError(
@@ -127,11 +145,15 @@ class WeightSync(Keeper):
             What it came to.
 
         Raises:
+            ConfigError: An argument is wrong, or this thread may not push.
             SourceError: The source cannot be sent.
-            LoadError: The engine's model refused it.
+            LoadError: The engine's model refused it: a name, a shape, something missing.
+            UnsupportedError: The engine was started without the extension, or cannot do it.
             EngineAsleepError: The engine's weights are asleep.
             EngineBusyError: Another update runs, or an earlier one cannot be cancelled.
+            EngineUnreachableError: A server did not answer, or refused the key.
             TransportError: A worker died, was stopped, or memory could not be shared.
+            ProtocolError: The two ends are of different versions.
             BucketSyncError: Anything else; ``engine_state`` says what the engine holds.
         """
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
@@ -194,7 +216,7 @@ class WeightSync(Keeper):
 
         Raises:
             SourceError: The adapter cannot be sent.
-            AdapterError: The engine cannot use it.
+            AdapterError: The engine cannot use it: a setting, a module, a tensor, no room.
             EngineAsleepError: The engine's weights are asleep.
             BucketSyncError: As ``push``.
         """
@@ -220,7 +242,11 @@ class WeightSync(Keeper):
         return self._logged(adapter_report_of(sender, self._slots, **self._outcome(begin_s)))
 
     async def apush_lora(self, adapter: object, **options: Any) -> AdapterReport:
-        """Push an adapter from an async trainer; see ``apush`` and ``push_lora``."""
+        """Push an adapter from an async trainer; see ``apush`` and ``push_lora``.
+
+        Raises:
+            BucketSyncError: As ``push_lora``.
+        """
         enter = leave_thread()
 
         def run() -> AdapterReport:
@@ -242,8 +268,10 @@ class WeightSync(Keeper):
             Whether a worker had it.
 
         Raises:
+            ConfigError: No adapter can be called so.
             ChannelTimeoutError: The requests that run did not end. The adapter is still there.
             EngineBusyError: The engine is at work and did not answer in time.
+            BucketSyncError: A worker could not forget it.
         """
         called = check_name(name)
         timeout_s = self._settings.connect_timeout_s
@@ -274,6 +302,9 @@ class WeightSync(Keeper):
         Args:
             source: See ``push``.
             options: The other arguments of ``push``.
+
+        Raises:
+            BucketSyncError: As ``push``.
         """
         enter = leave_thread()
 
@@ -290,9 +321,11 @@ class WeightSync(Keeper):
             EngineBusyError: The engine is at work and did not answer within
                 ``connect_timeout_s``.
             EngineUnreachableError: It did not answer at all.
+            UnsupportedError: It was started without the extension.
         """
-        self._check_ready()
-        return self._ask(STATUS_METHOD)
+        with in_words_of(self._engines):
+            self._check_ready()
+            return self._ask(STATUS_METHOD)
 
     def release(self) -> None:
         """Give the shared memory back on both ends; the next push takes it anew.

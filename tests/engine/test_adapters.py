@@ -98,7 +98,7 @@ def test_a_pushed_adapter_answers_as_one_that_was_read_from_disk(
 
     assert stage.says(report) == 1
     assert {name: bytes_of(tensor) for name, tensor in model.state_dict().items()} == before
-    assert report.workers[0].notes == ("8 modules take part of the adapter",)
+    assert report.workers[0].notes == ("it is applied to 8 modules",)
     assert report.request_kwargs == {
         "lora_name": "policy",
         "lora_int_id": report.lora_int_id,
@@ -364,6 +364,20 @@ def test_what_cannot_be_applied_is_refused_and_the_old_adapter_goes_on_serving(
     assert stage.says(old) == 1
 
 
+def test_faults_of_one_kind_are_told_by_the_first(stage: Stage, sync: WeightSync) -> None:
+    tensors, config = tensors_of(1)
+    whole = {name: one.int() for name, one in tensors.items()}
+
+    with pytest.raises(AdapterTensorError) as caught:
+        sync.push_lora((whole, config), name="x", version=1)
+
+    head, first, others = str(caught.value).splitlines()
+    assert head == "adapter 'x' cannot be applied; nothing was changed:"
+    assert "does not fit: expected floats, got int32" in first
+    assert others.startswith(f"  and {len(whole) - 1} more like it: '")
+    assert len(caught.value.problems) == min(len(whole), 20 + 1)
+
+
 def test_modules_may_go_unapplied_where_they_are_named(stage: Stage, sync: WeightSync) -> None:
     tensors, config = tensors_of(1)
     with_more = tensors | {
@@ -371,8 +385,13 @@ def test_modules_may_go_unapplied_where_they_are_named(stage: Stage, sync: Weigh
         for name, tensor in tensors.items()
     }
     plain = sync.push_lora((tensors, config), name="plain", version=1)
-    report = sync.push_lora((with_more, config), name="more", version=1, partial=["visual.*"])
+    report = sync.push_lora(
+        (with_more, config), name="more", version=1, partial=["visual.*", "vsual.*"]
+    )
 
+    assert report.workers[0].notes[1:] == (
+        "partial names 'vsual.*', which matches no module of the adapter",
+    )
     assert report.skipped == tuple(
         f"visual.blocks.0.self_attn.{part}.lora_{side}.weight"
         for part in sorted(ATTENTION)
@@ -569,7 +588,7 @@ def test_embeddings_and_heads_take_adapters_too(stage: Stage, sync: WeightSync) 
 
     report = sync.push_lora(model, name="policy", version=1)
 
-    assert report.workers[0].notes == ("10 modules take part of the adapter",)
+    assert report.workers[0].notes == ("it is applied to 10 modules",)
     assert stage.says(report) == 4
     tensors = {name: one for name, one in _tensors(model).items() if "embed_tokens" in name}
     short = {name: one[:, :-1] if "_A" in name else one for name, one in tensors.items()}

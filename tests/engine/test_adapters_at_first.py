@@ -44,7 +44,7 @@ def test_an_engine_without_lora_says_how_to_start_it(
         engines.running_engine(checkpoint("qwen3", 0), worker_extension_cls=EXTENSION) as llm,
         WeightSync(llm) as sync,
     ):
-        with pytest.raises(AdapterConfigError, match="--enable-lora") as caught:
+        with pytest.raises(AdapterConfigError, match="with enable_lora=True") as caught:
             sync.push_lora(peft_model(1), name="policy", version=1)
         assert caught.value.setting == "enable_lora"
         assert sync.status()[0]["adapters"] == []

@@ -1,4 +1,4 @@
-"""``push`` and ``status`` against a real server, with its key and without its development mode."""
+"""Commands against a real server, with its key and without its development mode."""
 
 from __future__ import annotations
 
@@ -66,7 +66,41 @@ def test_a_checkpoint_is_checked_pushed_and_known(root: Path, server: Server) ->
 
     status = run(server, "status", "--json")
     assert status.returncode == ExitCode.OK, status.stderr
-    assert [worker["version"] for worker in json.loads(status.stdout)] == ["step-2"]
+    (worker,) = json.loads(status.stdout)
+    assert (worker["version"], worker["is_asleep"]) == ("step-2", False)
+
+
+def test_what_a_worker_logs_of_an_update_is_in_the_servers_log(root: Path, server: Server) -> None:
+    pushed = run(server, "push", str(root / "step-2"), "--version", "seen-in-the-log")
+
+    assert pushed.returncode == ExitCode.OK, pushed.stderr
+    (line,) = [one for one in server.log.read_text().splitlines() if "seen-in-the-log" in one]
+    assert "INFO" in line
+    assert "committed: weights version seen-in-the-log" in line
+
+
+def test_the_doctor_finds_nothing_wrong_and_leaves_the_server_as_it_was(
+    root: Path, server: Server
+) -> None:
+    before = run(server, "status", "--json").stdout, server.complete(PROMPTS[0], num_tokens=8)
+
+    found = run(server, "doctor", "--json")
+
+    assert found.returncode == ExitCode.OK, found.stdout
+    states = {one["name"]: one["state"] for one in json.loads(found.stdout)["findings"]}
+    parts = ("", ": versions", ": workers", ": requests", ": an update")
+    assert [states[f"{server.url}{part}"] for part in parts] == ["ok"] * 5
+    after = run(server, "status", "--json").stdout, server.complete(PROMPTS[0], num_tokens=8)
+    assert after == before
+
+
+def test_the_doctor_says_that_a_key_is_wrong_and_how_to_give_another(server: Server) -> None:
+    found = run(server, "doctor", "--api-key", "wrong")
+
+    assert found.returncode == ExitCode.FAILED
+    assert "answered 401" in found.stdout
+    assert "--api-key or VLLM_API_KEY" in found.stdout
+    assert f"will not work: {server.url}" in found.stdout
 
 
 def test_a_wrong_key_is_refused(root: Path, server: Server) -> None:

@@ -103,6 +103,7 @@ def test_an_interrupted_demo_stops_everything_that_it_started(folder: Path) -> N
         _, steps = process.communicate(timeout=60)
 
     assert process.returncode == ExitCode.INTERRUPTED, steps
+    assert "interrupted: stopping the engines" in steps
     assert [child for child in started if is_alive(child)] == []
     assert left_behind(folder) == []
 

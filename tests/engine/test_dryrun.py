@@ -231,6 +231,54 @@ def test_too_many_faults_are_cut_short(world: World) -> None:
 
 
 @qwen3
+def test_faults_of_one_kind_are_told_by_the_first_and_all_are_in_the_log(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = world.tensors(1)
+    wrong = [f"wrong.{number}" for number in range(7)]
+    tensors |= {name: torch.ones(1) for name in wrong}
+    del tensors["model.layers.1.input_layernorm.weight"], tensors["model.norm.weight"]
+
+    error = _refusal(world, tensors)
+
+    advice = "rename it with rename=, or leave it out"
+    assert str(error).splitlines() == [
+        "9 problems; nothing was written:",
+        f"  the engine's model has no place for 'wrong.0'; {advice}",
+        "  and 6 more like it: 'wrong.1', 'wrong.2', 'wrong.3', 'wrong.4' and 2 more",
+        # Of two, the second is no longer than its name would be.
+        *(f"  {text}" for text in error.problems[7:]),
+    ]
+    assert len(error.problems) == 9
+    (record,) = [one for one in caplog.records if "wrong.6" in one.getMessage()]
+    assert all(text in record.getMessage() for text in error.problems)
+
+
+@qwen3
+def test_a_fault_that_is_told_in_full_is_not_logged_twice(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = _refusal(world, {**world.tensors(1), "wrong": torch.ones(1)})
+
+    assert len(error.problems) == 1
+    assert caplog.records == []
+
+
+@qwen3
+def test_a_pattern_that_names_nothing_is_told_with_what_is_missing(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = world.tensors(1)
+    del tensors["model.norm.weight"]
+    note = "partial names 'model.nrom.*', which matches no parameter that this worker has"
+
+    error = _refusal(world, tensors, "model.nrom.*", "model.layers.*")
+
+    assert str(error).endswith(f"nothing was written; {note}")
+    assert note in caplog.text
+
+
+@qwen3
 def test_a_good_manifest_takes_one_call_of_the_models_loader(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,6 @@ def test_an_engine_without_the_extension_is_refused_and_stays_well(
     checkpoint: Callable[[str, int], Path],
 ) -> None:
     with running_processes(checkpoint("qwen3", 0)) as llm, WeightSync(llm) as sync:
-        with pytest.raises(UnsupportedError, match="--worker-extension-cls"):
+        with pytest.raises(UnsupportedError, match="worker_extension_cls="):
             sync.push({"a": torch.ones(1)}, version=1)
         assert llm.collective_rpc("check_health") == [None]

@@ -401,6 +401,18 @@ def test_partial_names_what_may_keep_its_value(world: World, declared: bool) -> 
 
 @pytest.mark.parametrize("world", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "streamed"])
+def test_a_pattern_that_names_nothing_is_a_note(world: World, declared: bool) -> None:
+    patterns = ("model.layers.*", "model.nrom.*", "lm_haed.*")
+
+    report = push(world.sink(*patterns), world.tensors(1), declared=declared)
+
+    note = "partial names 'model.nrom.*', 'lm_haed.*', which matches no parameter that this"
+    assert any(one.startswith(note) for one in report.notes)
+    assert not any("partial" in one for one in push(world.sink(), world.tensors(0)).notes)
+
+
+@pytest.mark.parametrize("world", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "streamed"])
 def test_a_module_in_part_is_an_error_even_where_partial_names_it(
     world: World, declared: bool
 ) -> None:

@@ -171,8 +171,8 @@ def test_a_size_that_is_none_is_a_usage_error(
     [
         (["--size=0"], "size is 0 bytes; expected at least 1048576"),
         (["--size=9999999999TiB"], "no decoder is that large"),
-        (["--slot-size=16"], "slot_size is 16; expected at least 256 bytes"),
-        (["--num-slots=0"], "num_slots is 0; expected a whole number from 1 to 64"),
+        (["--slot-size=16"], "--slot-size is 16; expected at least 256 bytes"),
+        (["--num-slots=0"], "--num-slots is 0; expected a whole number from 1 to 64"),
         (["--repeat=0"], "repeat is 0"),
         (["--threads=0"], "threads is 0"),
     ],

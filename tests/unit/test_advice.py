@@ -1,4 +1,4 @@
-"""Proves that no error advises a setting that does not exist.
+"""Proves that no error advises a setting that does not exist, or in words of another way in.
 
 Every text of the package is read from its source, and those that are put together when
 they are raised are raised.
@@ -18,8 +18,17 @@ import pytest
 
 import vllm_bucketsync
 from vllm_bucketsync import serve, transfer
+from vllm_bucketsync.cli.wording import as_options
+from vllm_bucketsync.clients.words import FLAGS, as_arguments, in_words_of
 from vllm_bucketsync.config import ENV_PREFIX, Settings
-from vllm_bucketsync.errors import ChannelTimeoutError, ConfigError, RegionError
+from vllm_bucketsync.errors import (
+    AdapterCapacityError,
+    BucketSyncError,
+    ChannelTimeoutError,
+    ConfigError,
+    RegionError,
+    UnsupportedError,
+)
 from vllm_bucketsync.receiver import Receiver
 from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.session import State
@@ -64,6 +73,116 @@ def texts_of_errors(path: Path) -> Iterator[str]:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str)
             ]
             yield " … ".join(constants)
+
+
+def texts_of_the_library(root: Path) -> Iterator[str]:
+    """Yield every text in the code that engines and trainers run; docstrings are none."""
+    for path in sorted(root.rglob("*.py")):
+        if {"cli", "bench", "doctor"} & set(path.relative_to(root).parts):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_every_flag_that_a_text_names_has_its_argument() -> None:
+    texts = texts_of_the_library(Path(vllm_bucketsync.__file__).parent)
+
+    named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", text)}
+
+    # Docker's own.
+    assert named - {"--shm-size"} == set(FLAGS)
+
+
+def test_every_argument_that_a_text_names_is_an_option_or_none_of_a_command() -> None:
+    texts = texts_of_the_library(Path(vllm_bucketsync.__file__).parent)
+
+    left = {name for text in texts for name in names_in(as_options(text)) if name not in FIELDS}
+
+    # What no command offers, so that none can be told of it.
+    assert left <= {"adapter_name", "expected_workers", "merge", "rename", "tags", "plan"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "start it with --worker-extension-cls vllm_bucketsync.WorkerExtension, or a class",
+            "start it with worker_extension_cls='vllm_bucketsync.WorkerExtension', or a class",
+        ),
+        ("start it with --enable-lora", "start it with enable_lora=True"),
+        ("with a higher --max-loras than", "with a higher max_loras than"),
+        ("--max-lora-rank", "max_lora_rank"),
+        ("a larger --shm-size", "a larger --shm-size"),
+    ],
+)
+def test_flags_are_told_as_arguments(text: str, expected: str) -> None:
+    assert as_arguments(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "pass the key as api_key= or in VLLM_API_KEY",
+            "pass the key as --api-key or VLLM_API_KEY",
+        ),
+        ("name it in partial= if", "name it in --partial if"),
+        ("rename it with rename=, or leave it", "rename it in the checkpoint, or leave it"),
+        ("push with pause='keep'", "push with --pause keep"),
+        ("raise idle_timeout_s if", "raise VLLM_BUCKETSYNC_IDLE_TIMEOUT_S if"),
+        ("set it as dir= or in VLLM_BUCKETSYNC_DIR", "set VLLM_BUCKETSYNC_DIR"),
+        ("set dir= or VLLM_BUCKETSYNC_DIR to", "set VLLM_BUCKETSYNC_DIR to"),
+        ("set transport to 'auto'", "set VLLM_BUCKETSYNC_TRANSPORT to 'auto'"),
+        ("transport cuda_ipc does not work", "transport cuda_ipc does not work"),
+        ("use push_lora", "use push-lora"),
+        ("VLLM_BUCKETSYNC_SLOT_SIZE", "VLLM_BUCKETSYNC_SLOT_SIZE"),
+    ],
+)
+def test_arguments_are_told_as_options(text: str, expected: str) -> None:
+    assert as_options(text) == expected
+
+
+def test_a_setting_that_the_command_has_an_option_for_is_told_as_that() -> None:
+    text = "slot_size is 1; set it as slot_size= or in VLLM_BUCKETSYNC_SLOT_SIZE; set dir to"
+
+    told = as_options(text, settings=["slot_size"])
+
+    assert told == "--slot-size is 1; set --slot-size; set VLLM_BUCKETSYNC_DIR to"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ([True], "enable_lora=True"),
+        ([True, True], "enable_lora=True"),
+        ([False], "--enable-lora"),
+        ([True, False], "--enable-lora"),
+    ],
+)
+def test_errors_speak_of_arguments_where_all_engines_take_them(
+    kinds: list[bool], text: str
+) -> None:
+    engines: Any = [SimpleNamespace(takes_arguments=kind) for kind in kinds]
+
+    with pytest.raises(UnsupportedError) as caught, in_words_of(engines):
+        raise UnsupportedError("start it with --enable-lora")
+
+    assert str(caught.value) == f"start it with {text}"
+
+
+def test_an_error_keeps_its_attributes_in_other_words() -> None:
+    engines: Any = [SimpleNamespace(takes_arguments=True)]
+
+    with pytest.raises(BucketSyncError) as caught, in_words_of(engines):
+        raise AdapterCapacityError("a higher --max-loras", adapter="a", limit=3, held=["b"])
+
+    assert isinstance(caught.value, AdapterCapacityError)
+    assert (str(caught.value), caught.value.limit) == ("a higher max_loras", 3)
 
 
 def test_every_setting_that_a_text_of_the_package_names_is_one() -> None:

@@ -174,7 +174,7 @@ def test_when_time_is_over_nothing_more_is_begun_and_a_row_keeps_what_it_has() -
         (["--repeat=0"], "repeat is 0"),
         (["--warm-up=-1"], "warm-up is -1"),
         (["--methods=copy,teleport"], "no method is called teleport; there are copy"),
-        (["--slot-size=16"], "slot_size is 16"),
+        (["--slot-size=16"], "--slot-size is 16; expected at least 256 bytes; set --slot-size"),
         (["--json=/no/such/folder/found.json"], "its folder does not exist"),
     ],
 )

@@ -231,13 +231,13 @@ def test_a_file_that_changes_under_the_reader_is_refused(tmp_path: Path, *, gone
 
 
 def test_what_is_no_checkpoint_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    (tmp_path / "model.gguf").write_bytes(b"x")
     with pytest.raises(SourceError, match=r"neither a checkpoint folder nor .*downloaded first"):
         list_checkpoint(Path("Qwen/Qwen3-0.6B"))
-    with pytest.raises(SourceError, match=r"holds no \*\.safetensors; convert"):
+    with pytest.raises(SourceError, match=r"holds no \*\.safetensors and no .*; convert"):
         list_checkpoint(tmp_path)
-    with pytest.raises(SourceError, match=r"is no \.safetensors file; convert"):
-        list_checkpoint(tmp_path / "pytorch_model.bin")
+    with pytest.raises(SourceError, match=r"is none of \.safetensors, \.bin, .*; convert"):
+        list_checkpoint(tmp_path / "model.gguf")
     save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(SourceError, match="holds an adapter, not a model; use push_lora"):
         list_checkpoint(tmp_path)

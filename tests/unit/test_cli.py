@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ import pytest
 
 import vllm_bucketsync
 from vllm_bucketsync import cli
-from vllm_bucketsync.cli import demo, preflight
+from vllm_bucketsync.cli import demo, preflight, screen
 from vllm_bucketsync.cli.exits import CommandError, ExitCode
 
 
@@ -88,3 +91,75 @@ def test_an_environment_without_vllm_is_refused(monkeypatch: pytest.MonkeyPatch)
         preflight.require_vllm()
 
     assert refused.value.code is ExitCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("options", "level"),
+    [
+        ([], logging.WARNING),
+        (["-q"], logging.ERROR),
+        (["-v"], logging.INFO),
+        (["--verbose"], logging.INFO),
+        (["-vv"], logging.DEBUG),
+        (["-vvv"], logging.DEBUG),
+    ],
+)
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("command", [["demo"], ["bench", "engine"], ["bench", "transfer"]])
+def test_every_command_is_as_verbose_as_it_is_told(
+    command: list[str],
+    is_before: bool,
+    options: list[str],
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, int] = {}
+    monkeypatch.setattr(logging, "basicConfig", lambda level, **_: given.update(level=level))
+
+    args = cli.parser().parse_args([*options, *command] if is_before else [*command, *options])
+    screen.start_logging(args)
+
+    assert given == {"level": level}
+    assert args.quiet is (options == ["-q"])
+
+
+def test_quiet_and_verbose_exclude_each_other() -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", "-q", "-v"])
+
+    assert ended.value.code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "bench transfer", "bench engine"])
+def test_a_command_s_help_says_more_than_its_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+
+    usage, text = capsys.readouterr().out.split("\n\n", 1)
+    description = re.split(r"^(?:positional arguments|options):$", text, flags=re.MULTILINE)[0]
+    assert ended.value.code == ExitCode.OK
+    assert usage.startswith(f"usage: vllm-bucketsync {command}")
+    # A sentence to begin with, and no markup of docstrings.
+    assert len(description.split()) >= 12
+    assert "``" not in description
+
+
+EXAMPLES = [
+    line.strip()
+    for module in cli.COMMANDS.values()
+    for line in getattr(module, "EXAMPLES", "").splitlines()[1:]
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_can_be_parsed(example: str) -> None:
+    program, *arguments = shlex.split(example)
+
+    assert program == "vllm-bucketsync"
+    assert cli.parser().parse_args(arguments).command in cli.COMMANDS
+
+
+def test_the_commands_for_servers_have_examples() -> None:
+    assert {line.split()[1] for line in EXAMPLES} >= {"doctor", "push", "push-lora", "status"}

@@ -139,8 +139,13 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
     (options,) = fake.pushed
     del options["progress"]
     folder = Path(push[1])
-    assert options == {"source": folder, "version": "step-1", "dry_run": False, "pause": "wait"} | {
-        "trace": None
+    assert options == {
+        "source": folder,
+        "version": "step-1",
+        "partial": [],
+        "dry_run": False,
+        "pause": "wait",
+        "trace": None,
     }
     assert fake.is_closed
     out, err = capsys.readouterr()
@@ -149,16 +154,28 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
         assert text in out
 
 
-def test_every_option_of_a_push_is_handed_on(
-    fake: Fake, push: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+def test_every_option_of_a_push_is_handed_on(fake: Fake, push: list[str]) -> None:
     other = ["--url", "unix:///run/vllm"]
 
-    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run", "--trace", "t.json"])
+    patterns = ["--partial", "*.norm.weight", "--partial", "lm_head.*"]
+    cli.main(
+        [
+            *push,
+            *other,
+            *patterns,
+            "--version",
+            "7",
+            "--pause",
+            "keep",
+            "--dry-run",
+            "--trace",
+            "t.json",
+        ]
+    )
 
-    assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": "of-the-environment"}
+    assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": None}
     assert (fake.pushed[0]["version"], fake.pushed[0]["pause"]) == ("7", "keep")
+    assert fake.pushed[0]["partial"] == ["*.norm.weight", "lm_head.*"]
     assert fake.pushed[0]["dry_run"]
     assert fake.pushed[0]["trace"] == Path("t.json")
 
@@ -172,7 +189,17 @@ def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> Non
     arguments = ["push-lora", folder, "--url", URL, "--name", "policy"]
 
     assert cli.main(arguments) == ExitCode.OK
-    options = ["--version", "7", "--pause", "keep", "--dry-run", "--trace", "t.json"]
+    options = [
+        "--version",
+        "7",
+        "--pause",
+        "keep",
+        "--dry-run",
+        "--partial",
+        "visual.*",
+        "--trace",
+        "t.json",
+    ]
     assert cli.main([*arguments, *options]) == ExitCode.OK
 
     named = [{key: one[key] for key in ("source", "name", "version")} for one in fake.pushed]
@@ -182,6 +209,7 @@ def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> Non
     ]
     assert (fake.pushed[1]["pause"], fake.pushed[1]["dry_run"]) == ("keep", True)
     assert [one["trace"] for one in fake.pushed] == [None, Path("t.json")]
+    assert [one["partial"] for one in fake.pushed] == [[], ["visual.*"]]
     nowhere = ["push-lora", "/no/such/folder", "--url", URL, "--name", "policy"]
     assert cli.main(nowhere) == ExitCode.USAGE
 
@@ -212,13 +240,69 @@ def test_a_dry_run_says_that_nothing_was_written(
     assert err.startswith("check ")
 
 
+def test_a_single_file_is_pushed_and_named_without_its_ending(fake: Fake, tmp_path: Path) -> None:
+    file = tmp_path / "step-7.safetensors"
+    file.touch()
+
+    assert cli.main(["push", str(file), "--url", URL]) == ExitCode.OK
+
+    assert (fake.pushed[0]["source"], fake.pushed[0]["version"]) == (file, "step-7")
+
+
+def test_an_error_is_told_in_the_words_of_the_command_line(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act(_: object) -> None:
+        raise SourceError("x is missing; name it in partial=, or raise connect_timeout_s")
+
+    fake.act = act
+
+    assert cli.main(push) == ExitCode.FAILED
+    told = "name it in --partial, or raise VLLM_BUCKETSYNC_CONNECT_TIMEOUT_S"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("option", ["-q", "--quiet"])
+def test_quiet_says_nothing_where_all_is_well(
+    fake: Fake, push: list[str], option: str, before: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([option, *push] if before else [*push, option]) == ExitCode.OK
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quiet_keeps_json_and_errors(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*push, "-q", "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["version"] == REPORT.version
+
+    def act(_: object) -> None:
+        raise SourceError("it is empty")
+
+    fake.act = act
+    assert cli.main([*push, "-q"]) == ExitCode.FAILED
+    assert "it is empty" in capsys.readouterr().err
+
+
+def test_nothing_is_coloured_that_goes_into_a_pipe(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.workers = [STATUS | {"is_torn": True}]
+
+    cli.main(push)
+    cli.main(["status", "--url", URL])
+
+    assert "\x1b" not in "".join(capsys.readouterr())
+
+
 def test_a_folder_that_is_none_is_a_usage_error_and_nobody_is_asked(
     fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["push", "/no/such/folder", "--url", URL]) == ExitCode.USAGE
 
     assert fake.made == {}
-    assert "'/no/such/folder' is no folder" in capsys.readouterr().err
+    assert "'/no/such/folder' is no folder or file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

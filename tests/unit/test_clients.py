@@ -37,8 +37,9 @@ from vllm_bucketsync.errors import (
     UnsupportedError,
 )
 from vllm_bucketsync.messages import AdapterSpec
+from vllm_bucketsync.sync import WeightSync
 
-COMMITTED = {"rank": 0, "state": "committed"}
+COMMITTED = {"rank": 0, "dp_index": 0, "state": "committed"}
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 
 
@@ -312,10 +313,48 @@ def test_a_server_below_a_root_path_is_asked_there(server: Server) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1//"])
+@pytest.mark.parametrize("root", ["", "/models/one", "/v1x"])
+def test_a_url_may_end_as_openai_s_clients_have_it(server: Server, root: str, end: str) -> None:
+    server.answers = {
+        f"{root}/v1/bucketsync/info": (200, {"num_workers": 2, "worker_extension_cls": "x"})
+    }
+    engine = HttpEngine(f"{server.url}{root}{end}")
+
+    assert engine.num_workers() == 2
+    assert engine.name == f"{server.url}{root} (bucketsync_http)"
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"), [(None, "Bearer of-the-environment"), ("given", "Bearer given"), ("", None)]
+)
+def test_the_environment_s_key_is_taken_where_none_is_given(
+    server: Server, monkeypatch: pytest.MonkeyPatch, given: str | None, sent: str | None
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+
+    with WeightSync(server.url, api_key=given) as sync:
+        sync.status()
+
+    assert set(server.keys) == {sent}
+
+
+def test_a_server_says_of_itself_what_its_routes_do(server: Server, engine: HttpEngine) -> None:
+    assert engine.facts() == {"worker_extension_cls": EXTENSION, "is_paused": False}
+
+    info = {"num_workers": 3, "worker_extension_cls": EXTENSION, "is_updating": True}
+    server.answers["/v1/bucketsync/info"] = (200, info)
+    server.answers["/v1/bucketsync/engine"] = (200, {"is_paused": True, "weight_version": "7"})
+    ours = HttpEngine(server.url)
+    assert ours.facts() == info | {"is_paused": True, "weight_version": "7"}
+    ours.close()
+
+
 def test_a_wrong_key_says_what_to_pass(server: Server, engine: HttpEngine) -> None:
     server.answers["/v1/bucketsync/info"] = (401, {"error": "Unauthorized"})
 
-    with pytest.raises(EngineUnreachableError, match="api_key="):
+    with pytest.raises(EngineUnreachableError, match="api_key= or in VLLM_API_KEY"):
         engine.check_ready()
 
 

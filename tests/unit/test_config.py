@@ -12,6 +12,7 @@ from vllm_bucketsync.config import (
     ENV_PREFIX,
     PlanMode,
     Settings,
+    api_key_from_env,
     parse_size,
 )
 from vllm_bucketsync.errors import ConfigError
@@ -141,3 +142,13 @@ def test_the_engine_s_environment_says_whether_to_plan() -> None:
         assert PlanMode.from_env({"VLLM_BUCKETSYNC_PLAN": mode.value}) is mode
     with pytest.raises(ConfigError, match=r"VLLM_BUCKETSYNC_PLAN is 'on'; expected one of auto, "):
         PlanMode.from_env({"VLLM_BUCKETSYNC_PLAN": "on"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({}, None), ({"VLLM_API_KEY": "secret"}, "secret"), ({"VLLM_API_KEY": ""}, None)],
+)
+def test_the_key_of_servers_is_vllm_s_own_variable(
+    environ: dict[str, str], expected: str | None
+) -> None:
+    assert api_key_from_env(environ) == expected

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,52 @@ def test_a_step_is_a_line_where_there_is_no_terminal(capsys: pytest.CaptureFixtu
         advance(1, 2)
 
     assert capsys.readouterr().out.startswith("build (0.0 s)")
+
+
+def test_on_a_terminal_a_step_shows_how_much_is_done() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    said = StringIO()
+    with Steps(Console(file=said, force_terminal=True, width=120)) as steps:
+        with steps.step("push it") as advance:
+            advance(1_500_000_000, 3_000_000_000)
+        steps.say("by the way [1]")
+
+    assert "1.5 of 3 GB" in said.getvalue()
+    assert "by the way [1]" in said.getvalue()
+
+
+class Stopped:
+    """Stands for a server, and writes down what happens to it."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def ask_to_stop(self) -> None:
+        self._done.append("asked")
+
+    def stop(self) -> None:
+        self._done.append("stopped")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None])
+def test_engines_are_stopped_all_at_once_and_an_interruption_says_so_first(
+    error: type[BaseException] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    done: list[str] = []
+    servers: list[Any] = [Stopped(done), Stopped(done)]
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Steps(Console()) as steps,
+        demo._stopping(steps, *servers),
+    ):
+        if error is not None:
+            raise error
+
+    assert done == ["asked", "asked", "stopped", "stopped"]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("interrupted: stopping" if error else "stop the engines (")

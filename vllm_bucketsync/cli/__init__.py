@@ -1,29 +1,36 @@
 """The command line: ``vllm-bucketsync COMMAND``.
 
 A command is a module of this package with ``add_arguments(parser)`` and
-``run(args) -> ExitCode``. What it needs that is slow to import, it imports in ``run``.
-Exit codes are those of ``exits.ExitCode``.
+``run(args) -> ExitCode``, and maybe ``EXAMPLES`` for the end of its help. What it needs that
+is slow to import, it imports in ``run``. Exit codes are those of ``exits.ExitCode``.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
 from vllm_bucketsync import __version__
 
-from . import bench, demo, push, push_lora, status
+from . import bench, demo, doctor, push, push_lora, screen, status
 from .exits import CommandError, ExitCode
 from .signals import interrupted_by_signals
 
-COMMANDS = {"push": push, "push-lora": push_lora, "status": status, "bench": bench, "demo": demo}
+COMMANDS = {
+    "doctor": doctor,
+    "push": push,
+    "push-lora": push_lora,
+    "status": status,
+    "bench": bench,
+    "demo": demo,
+}
 
 _EXIT_CODES = """\
 exit codes:
   0    done
-  1    it ran and the outcome is bad: a push failed, a worker is torn, outputs differ
+  1    it ran and the outcome is bad: a push failed, a worker is torn, outputs differ,
+       something on this machine will not work
   2    the command line is wrong
   3    this environment, or the engine, lacks something; the text says what to change
   130  interrupted; everything that was started has been stopped
@@ -40,10 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     args = parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.DEBUG if args.verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    screen.start_logging(args)
     try:
         with interrupted_by_signals():
             return int(COMMANDS[args.command].run(args))
@@ -64,9 +68,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    found.add_argument("-v", "--verbose", action="store_true", help="log what happens, on stderr")
+    screen.add_arguments(found)
     commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+        text = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            epilog=getattr(module, "EXAMPLES", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        screen.add_arguments(command, default=argparse.SUPPRESS)
+        module.add_arguments(command)
     return found

@@ -1,14 +1,14 @@
 """Measure what this machine does: transfers alone, or with a running engine.
 
-``transfer`` moves tensors of the shapes of a model between two processes, without vLLM,
-beside plain copies of the same bytes. ``engine`` brings weights into a vLLM engine.
+"transfer" moves tensors of the shapes of a model between two processes, without vLLM,
+beside plain copies of the same bytes. "engine" brings weights into a vLLM engine.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from . import bench_engine, bench_transfer
+from . import bench_engine, bench_transfer, screen
 from .exits import ExitCode
 
 BENCHMARKS = {"transfer": bench_transfer, "engine": bench_engine}
@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, module in BENCHMARKS.items():
         text = module.TEXT
-        module.add_arguments(benchmarks.add_parser(name, help=text, description=text))
+        benchmark = benchmarks.add_parser(name, help=text, description=text)
+        screen.add_arguments(benchmark, default=argparse.SUPPRESS)
+        module.add_arguments(benchmark)
 
 
 def run(args: argparse.Namespace) -> ExitCode:

@@ -7,13 +7,12 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vllm_bucketsync.errors import BucketSyncError
 
-from . import bench_options
+from . import bench_options, screen
 from .exits import CommandError, ExitCode
 from .preflight import require_vllm
 
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     bench_options.check_target(args.json)
     is_traced = bench_options.check_pictures(args)
     require_vllm()
-    console = Console(stderr=True)
+    console = screen.stderr(args)
     is_stdout_taken = args.json == bench_options.STDOUT
     begin_s = time.monotonic()
 
@@ -77,9 +76,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         result = measure(_plan(args, is_traced=is_traced), tell=tell, save=save, begin_s=begin_s)
     except BucketSyncError as error:
-        raise CommandError.of(error) from error
+        raise CommandError.of(error, settings=bench_options.SETTINGS) from error
     found = result.as_dict()
-    (console if is_stdout_taken else Console()).print(table(found), setup_table(found))
+    (console if is_stdout_taken else screen.stdout(args)).print(table(found), setup_table(found))
     if args.json is not None:
         _write(result, args.json)
     if is_traced:

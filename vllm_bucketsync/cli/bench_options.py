@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm_bucketsync.bench.plot import Picture
 
 STDOUT = "-"
+# Options of both benchmarks that are settings of WeightSync.
+SETTINGS = ("slot_size", "num_slots")
 
 
 def add_slots(parser: argparse.ArgumentParser) -> None:

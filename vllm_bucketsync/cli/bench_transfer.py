@@ -6,13 +6,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from vllm_bucketsync.config import TRANSPORTS
 from vllm_bucketsync.errors import BucketSyncError
 
-from . import bench_options
+from . import bench_options, screen
 from .exits import CommandError, ExitCode
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     bench_options.check_target(args.json)
     is_traced = bench_options.check_pictures(args)
-    console = Console(stderr=True)
+    console = screen.stderr(args)
     threads = max(1, usable_cpus() // 2) if args.threads is None else args.threads
     plan = Plan(
         num_bytes=args.size,
@@ -72,9 +71,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         measured = measure(plan, tell=lambda doing: console.print(f"{doing} …", style="dim"))
     except BucketSyncError as error:
-        raise CommandError.of(error) from error
+        settings = (*bench_options.SETTINGS, "transport")
+        raise CommandError.of(error, settings=settings) from error
     is_stdout_taken = args.json == bench_options.STDOUT
-    (console if is_stdout_taken else Console()).print(
+    (console if is_stdout_taken else screen.stdout(args)).print(
         _speed_table(measured), _setup_table(measured)
     )
     if args.json is not None:

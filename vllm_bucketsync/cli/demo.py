@@ -23,15 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from vllm_bucketsync.config import API_KEY_ENV
+
+from . import screen
 from .demo_model import PROMPTS, build_checkpoint
 from .exits import CommandError, ExitCode
-from .online import API_KEY
 from .preflight import require_vllm
 from .progress import Advance, Steps
-from .servers import Completion, Server, environment, with_logs
+from .servers import STOP_TIMEOUT_S, Completion, Server, environment, with_logs
 from .tables import report_table
 
 NUM_TOKENS = 8
@@ -70,9 +71,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         CommandError: vLLM is missing, or an engine or the push failed.
     """
     started = time.monotonic()
-    outcome, folder = _see()
+    outcome, folder = _see(args)
     problems = differences(outcome)
-    console = Console()
+    console = screen.stdout(args)
     console.print(_outputs_table(outcome), report_table(outcome.report))
     if problems:
         console.print(*(f"[red]wrong:[/red] {problem}" for problem in problems), sep="\n")
@@ -109,12 +110,12 @@ def differences(outcome: Outcome) -> list[str]:
     return problems
 
 
-def _see() -> tuple[Outcome, Path]:
+def _see(args: argparse.Namespace) -> tuple[Outcome, Path]:
     """Return what happened, and the folder that holds the logs of it.
 
     The folder also stays where an error, whose text names a log, ends the demo.
     """
-    with Steps(Console(stderr=True)) as steps:
+    with Steps(screen.stderr(args)) as steps:
         with steps.step("look at this environment"):
             require_vllm()
         os.environ.update(environment(os.environ))
@@ -136,6 +137,7 @@ def _push_and_generate(folder: Path, steps: Steps) -> Outcome:
     with (
         Server.start(old, log=folder / "engine.log", arguments=extension) as engine,
         Server.start(new, log=folder / "reference.log") as reference,
+        _stopping(steps, engine, reference),
     ):
         with steps.step("start an engine from the old checkpoint, and one from the new"):
             engine.wait_until_ready()
@@ -146,10 +148,23 @@ def _push_and_generate(folder: Path, steps: Steps) -> Outcome:
             report = _train(new, engine, log=folder / "trainer.log", advance=advance)
         with steps.step("generate with both engines"):
             after, expected = _generate(engine), _generate(reference)
-        with steps.step("stop the engines"):
-            engine.stop()
-            reference.stop()
     return Outcome(before=before, after=after, expected=expected, report=report)
+
+
+@contextmanager
+def _stopping(steps: Steps, *servers: Server) -> Iterator[None]:
+    """Stop servers at the end, all at once, and say so: it takes seconds."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        steps.say(f"interrupted: stopping the engines, for {STOP_TIMEOUT_S:g} s at most")
+        raise
+    finally:
+        for server in servers:
+            server.ask_to_stop()
+        with steps.step("stop the engines"):
+            for server in servers:
+                server.stop()
 
 
 def _generate(engine: Server) -> list[Completion]:
@@ -168,7 +183,7 @@ def _train(checkpoint: Path, engine: Server, *, log: Path, advance: Advance) -> 
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, API_KEY: engine.api_key},
+            env={**os.environ, API_KEY_ENV: engine.api_key},
         ) as trainer,
         _killed_after(trainer, timeout_s=PUSH_TIMEOUT_S),
     ):

@@ -10,14 +10,12 @@ in ``VLLM_API_KEY``. It knows nothing of vLLM.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
 from vllm_bucketsync import BucketSyncError, WeightSync
 
 from .exits import ExitCode
-from .online import API_KEY
 
 
 def main(checkpoint: str, url: str, version: str) -> int:
@@ -26,7 +24,7 @@ def main(checkpoint: str, url: str, version: str) -> int:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     try:
-        with WeightSync(url, api_key=os.environ.get(API_KEY)) as sync:
+        with WeightSync(url) as sync:
             report = sync.push(
                 model,
                 version=version,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 from typing import Self
 
 from vllm_bucketsync.errors import BucketSyncError, ConfigError, UnsupportedError
+
+from .wording import as_options
 
 
 class ExitCode(IntEnum):
@@ -35,12 +38,13 @@ class CommandError(Exception):
         self.code = code
 
     @classmethod
-    def of(cls, error: BucketSyncError, *, also: str = "") -> Self:
+    def of(cls, error: BucketSyncError, *, also: str = "", settings: Collection[str] = ()) -> Self:
         """Return what a command ends with where the package raised ``error``.
 
         Args:
             error: What was raised; its class decides the exit code.
             also: What a user should read after it.
+            settings: Those that the command has an option for.
         """
         # Of these the text says all; of the others the class is what README explains.
         match error:
@@ -50,4 +54,5 @@ class CommandError(Exception):
                 text, code = str(error), ExitCode.UNAVAILABLE
             case _:
                 text, code = f"{type(error).__name__}: {error}", ExitCode.FAILED
+        text = as_options(text, settings=settings)
         return cls(f"{text} ({also})" if also else text, code=code)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
-API_KEY = "VLLM_API_KEY"
+from vllm_bucketsync.config import API_KEY_ENV
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--url`` and ``--api-key``."""
+def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+    """Add ``--url`` and ``--api-key``.
+
+    Args:
+        parser: The command's.
+        is_required: The command is nothing without a server.
+    """
     parser.add_argument(
         "--url",
         action="append",
-        required=True,
+        required=is_required,
         help="a server's base URL, or unix:///path/of/its/socket; repeat it for several",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"what the servers ask for; {API_KEY} where it is left out, which other users of "
+        help=f"what the servers ask for; {API_KEY_ENV} where it is left out, which other users of "
         f"this machine cannot read",
     )
 
 
 def connection(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ``WeightSync`` that say whom to ask, and with which key."""
-    key = os.environ.get(API_KEY) if args.api_key is None else args.api_key
-    return {"engine": args.url, "api_key": key or None}
+    return {"engine": args.url, "api_key": args.api_key}

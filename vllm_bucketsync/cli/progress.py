@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-# Called with the amount done, and the amount in all where it is known.
+# Called with the bytes done, and the bytes in all where that is known.
 Advance = Callable[[int, int | None], None]
 
 
@@ -27,6 +27,7 @@ class Steps:
             SpinnerColumn(finished_text="[green]✓[/green]"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
+            TextColumn("{task.fields[amount]}", style="dim"),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -39,17 +40,26 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def say(self, text: str) -> None:
+        """Say something at once, above the step at work."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     @contextmanager
     def step(self, text: str) -> Iterator[Advance]:
         """Show one step for as long as the ``with`` takes; yield what moves its bar."""
         started = time.monotonic()
-        task = self._progress.add_task(text, total=None)
+        task = self._progress.add_task(text, total=None, amount="")
 
         def advance(done: int, total: int | None) -> None:
-            self._progress.update(task, completed=done, total=total)
+            amount = _gb(done) if total is None else f"{_gb(done)} of {_gb(total)}"
+            self._progress.update(task, completed=done, total=total, amount=f"{amount} GB")
 
         yield advance
         self._progress.update(task, completed=1, total=1)
         if not self._console.is_terminal:
             line = f"{text} ({time.monotonic() - started:.1f} s)"
             self._console.print(line, markup=False, soft_wrap=True)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g}"

@@ -1,7 +1,9 @@
 """Push a checkpoint into running servers.
 
-All of the servers take the new weights, or none does. The checkpoint is a folder with
-safetensors files, as ``save_pretrained`` writes it.
+All of the servers take the new weights, or none does: what does not fit is refused before
+anything is written. The checkpoint is a folder with safetensors files, as save_pretrained
+writes it, or one such file. Ctrl-C ends a push at any moment, and says what the engine
+holds then.
 """
 
 from __future__ import annotations
@@ -11,11 +13,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from vllm_bucketsync.errors import BucketSyncError, EngineState
 
-from . import online
+from . import online, screen
 from .exits import CommandError, ExitCode
 from .progress import Steps
 from .tables import report_table
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from vllm_bucketsync.sync import WeightSync
 
     Act = Callable[[WeightSync, Progress], PushReport]
+
+EXAMPLES = """\
+examples:
+  vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --dry-run
+  vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --pause keep
+  vllm-bucketsync push step-100.safetensors --url unix:///run/vllm.sock --version 100
+"""
 
 # vLLM's words; what they mean is written down in ``clients.base.PauseMode``.
 PAUSE_MODES = ("wait", "abort", "keep")
@@ -45,15 +52,27 @@ _NOTHING_BEGAN = "no update had begun"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to push, where to, and how."""
     option = parser.add_argument
-    option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of the new weights")
-    add_options(parser)
+    option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder or file of the new weights")
+    add_options(parser, partial="parameters of the engine that may keep their value")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that pushes takes."""
+def add_options(parser: argparse.ArgumentParser, *, partial: str) -> None:
+    """Add what every command that pushes takes.
+
+    Args:
+        parser: The command's.
+        partial: What the patterns of ``--partial`` name.
+    """
     option = parser.add_argument
     online.add_arguments(parser)
     option("--version", help="what to call it (the folder's name)")
+    option(
+        "--partial",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help=f"{partial}, by a pattern such as '*.norm.*'; repeat it for several",
+    )
     option("--dry-run", action="store_true", help="check everything, and write nothing")
     option(
         "--pause",
@@ -73,25 +92,31 @@ def run(args: argparse.Namespace) -> ExitCode:
         CommandError: It was not done, or was interrupted; the text says what the engine
             holds now.
     """
-    if not args.checkpoint.is_dir():
+    if not args.checkpoint.exists():
         raise CommandError(
-            f"{str(args.checkpoint)!r} is no folder of this machine; expected a checkpoint "
+            f"{str(args.checkpoint)!r} is no folder or file of this machine; expected a checkpoint "
             f"with safetensors files",
             code=ExitCode.USAGE,
         )
-    version = args.checkpoint.resolve().name if args.version is None else args.version
+    version = _name_of(args.checkpoint.resolve()) if args.version is None else args.version
     return give(
         args,
         what=f"{args.checkpoint} as {version!r}",
         act=lambda sync, progress: sync.push(
             args.checkpoint,
             version=version,
+            partial=args.partial,
             dry_run=args.dry_run,
             pause=args.pause,
             progress=progress,
             trace=args.trace,
         ),
     )
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Return what weights are called that nobody gave a name: as their folder or file."""
+    return checkpoint.name if checkpoint.is_dir() else checkpoint.stem
 
 
 def give(args: argparse.Namespace, *, what: str, act: Act) -> ExitCode:
@@ -110,7 +135,7 @@ def give(args: argparse.Namespace, *, what: str, act: Act) -> ExitCode:
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        Console().print(report_table(report.as_dict()))
+        screen.stdout(args).print(report_table(report.as_dict()))
     return ExitCode.OK
 
 
@@ -119,7 +144,7 @@ def _given(args: argparse.Namespace, what: str, act: Act) -> PushReport:
 
     has_sent = False
     doing = "check" if args.dry_run else "push"
-    with Steps(Console(stderr=True)) as steps:
+    with Steps(screen.stderr(args)) as steps:
         try:
             with (
                 WeightSync(**online.connection(args)) as sync,

@@ -1,8 +1,8 @@
 """Push an adapter into running servers, to be served under its name.
 
-All of the servers take it, or none does. The adapter is a folder with
-``adapter_model.safetensors`` and ``adapter_config.json``, as PEFT's ``save_pretrained``
-writes it.
+All of the servers take it, or none does; until then, and after any failure, the old
+version serves. The adapter is a folder with adapter_model.safetensors and
+adapter_config.json, as PEFT's save_pretrained writes it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from pathlib import Path
 from . import push
 from .exits import CommandError, ExitCode
 
+EXAMPLES = """\
+examples:
+  vllm-bucketsync push-lora adapters/step-100 --url http://127.0.0.1:8000 --name policy
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to push, where to, under which name, and how."""
     option = parser.add_argument
     option("adapter", metavar="ADAPTER_DIR", type=Path, help="folder of the adapter")
     option("--name", required=True, help="the model that requests ask for")
-    push.add_options(parser)
+    push.add_options(parser, partial="modules of the adapter that may go unapplied")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -43,6 +48,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             args.adapter,
             name=args.name,
             version=version,
+            partial=args.partial,
             dry_run=args.dry_run,
             pause=args.pause,
             progress=progress,

@@ -21,8 +21,9 @@ from typing import Self
 
 import httpx
 
+from vllm_bucketsync.config import API_KEY_ENV
+
 from .exits import CommandError
-from .online import API_KEY
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 120.0
@@ -170,6 +171,10 @@ class Server:
             logprobs=tuple(choice["logprobs"]["token_logprobs"]),
         )
 
+    def ask_to_stop(self) -> None:
+        """Ask the server to end, and do not wait for it; ``stop`` does."""
+        self._process.terminate()
+
     def stop(self) -> None:
         """End the server and its workers. Idempotent.
 
@@ -179,7 +184,7 @@ class Server:
         if self._http.is_closed:
             return
         self._http.close()
-        self._process.terminate()
+        self.ask_to_stop()
         try:
             self._wait_for_group()
         finally:
@@ -230,7 +235,7 @@ def _server_environment(given: Mapping[str, str], *, api_key: str, folder: Path)
     found = {
         **environment(given),
         # Not as an argument: those are read by every user of the machine.
-        API_KEY: api_key,
+        API_KEY_ENV: api_key,
         "VLLM_PLUGINS": plugins(given.get("VLLM_PLUGINS")),
         # vLLM leaves its own sockets behind; here they go with the log's folder.
         "VLLM_RPC_BASE_PATH": str(folder),

@@ -1,22 +1,26 @@
 """Say what every worker of running servers holds.
 
-Of data-parallel replicas vLLM lets only the first answer.
+A line for each worker: which weights it has, whether they are whole, how they came. Exit
+code 1 where a worker holds parts of two updates, or workers disagree. Of data-parallel
+replicas vLLM lets only the first answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from typing import Any
-
-from rich.console import Console
 
 from vllm_bucketsync.errors import BucketSyncError
 
-from . import online
+from . import online, screen
 from .exits import CommandError, ExitCode
 from .tables import status_table
+
+EXAMPLES = """\
+examples:
+  vllm-bucketsync status --url http://127.0.0.1:8000
+  vllm-bucketsync status --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --json
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +38,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     Raises:
         CommandError: A server did not answer.
     """
+    from vllm_bucketsync.doctor.server import worker_problems
     from vllm_bucketsync.sync import WeightSync
 
     try:
@@ -44,23 +49,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         print(json.dumps(workers, indent=2))
     else:
-        Console().print(status_table(workers))
-    if found := problems(workers):
+        screen.stdout(args).print(status_table(workers))
+    if found := worker_problems(workers):
         raise CommandError("; ".join(found))
     return ExitCode.OK
-
-
-def problems(workers: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is wrong with what workers hold; nothing where all is well."""
-    found = [
-        f"rank {worker['rank']} of engine {worker['engine']} holds parts of two sets of weights; "
-        f"a complete push mends it"
-        for worker in workers
-        if worker["is_torn"]
-    ]
-    for engine in sorted({worker["engine"] for worker in workers}):
-        versions = {worker["version"] for worker in workers if worker["engine"] == engine}
-        if len(versions) > 1:
-            listed = ", ".join(sorted(map(repr, versions)))
-            found.append(f"the workers of engine {engine} hold different weights: {listed}")
-    return found

@@ -16,10 +16,12 @@ class AsyncLlmEngine:
 
     Attributes:
         is_in_process: Never: an ``AsyncLLM`` has its engine in another process.
+        takes_arguments: It was made with arguments, not with flags.
         name: What messages call it.
     """
 
     is_in_process = False
+    takes_arguments = True
     name = "the AsyncLLM"
 
     def __init__(self, llm: Any) -> None:

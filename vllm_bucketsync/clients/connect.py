@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from ..config import api_key_from_env
 from ..errors import ConfigError
 from .async_llm import AsyncLlmEngine
 from .base import Engine
@@ -20,7 +21,7 @@ def connect(named: object, *, api_key: str | None = None) -> list[Engine]:
     Args:
         named: A ``vllm.LLM``, a ``vllm.AsyncLLM``, a server's URL, anything with the
             methods of ``Engine``, or several of them.
-        api_key: What servers ask for.
+        api_key: What servers ask for; the environment's where ``None``.
 
     Raises:
         ConfigError: One of them is nothing that can be asked.
@@ -39,7 +40,7 @@ def connect(named: object, *, api_key: str | None = None) -> list[Engine]:
 
 def _connect(named: Any, *, api_key: str | None) -> Engine:
     if isinstance(named, str):
-        return HttpEngine(named, api_key=api_key)
+        return HttpEngine(named, api_key=api_key_from_env() if api_key is None else api_key)
     if hasattr(named, "collective_rpc") and hasattr(named, "llm_engine"):
         return LlmEngine(named)
     if hasattr(named, "collective_rpc") and hasattr(named, "pause_generation"):

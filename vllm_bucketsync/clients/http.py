@@ -52,8 +52,9 @@ class HttpEngine:
         """Take note of the server; nothing is asked yet.
 
         Args:
-            url: Its base URL, a root path included, or ``unix:///path/of/its/socket``.
-            api_key: What it was started with.
+            url: Its base URL, a root path included, or ``unix:///path/of/its/socket``. The
+                ``/v1`` that OpenAI's clients want at its end may be there.
+            api_key: What it was started with; none where it is empty.
 
         Raises:
             ConfigError: The URL is not one of a server.
@@ -88,6 +89,13 @@ class HttpEngine:
         """See ``Engine``."""
         return self._found().call(method)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the server says of itself: ``worker_extension_cls``, ``is_paused``.
+
+        Our route says more: what ``GET /info`` and ``GET /engine`` do.
+        """
+        return self._found().facts()
+
     def remove_adapter(self, name: str, *, timeout_s: float) -> list[Any]:
         """See ``Engine``. Requests for it are a 404 as soon as the server is asked."""
         return self._found().remove_adapter(name, timeout_s=timeout_s)
@@ -114,6 +122,8 @@ class _Routes(Protocol):
 
     def extension(self) -> str: ...
 
+    def facts(self) -> dict[str, Any]: ...
+
     def update(self, request: UpdateRequest) -> UpdateAnswer: ...
 
     def call(self, method: str) -> list[Any]: ...
@@ -135,6 +145,10 @@ class _OurRoutes:
 
     def extension(self) -> str:
         return str(self._info()["worker_extension_cls"])
+
+    def facts(self) -> dict[str, Any]:
+        engine: dict[str, Any] = self._http.ask("GET", f"{PREFIX}/engine").json()
+        return self._info() | engine
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """Ask for all of it at once: the server sees it through, with or without us."""
@@ -192,6 +206,10 @@ class _DevelopmentRoutes:
             parallel = answer.json().get("vllm_config", {}).get("parallel_config", {})
             self._extension = str(parallel.get("worker_extension_cls") or "")
         return self._extension
+
+    def facts(self) -> dict[str, Any]:
+        is_paused = bool(self._http.ask("GET", "/is_paused").json()["is_paused"])
+        return {"worker_extension_cls": self.extension(), "is_paused": is_paused}
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """Ask for one step after the other. A trainer that dies leaves the server paused."""
@@ -277,12 +295,12 @@ class _Http:
                 f"{url!r} is no base URL of a server; expected one such as "
                 f"'http://localhost:8000', or 'unix:///path/of/the/socket'"
             )
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/") if is_socket else _base_url(url)
         # An environment's proxy is for the world, not for the engine on this host.
         self._http = httpx.Client(
             base_url="http://localhost" if is_socket else self.url,
             transport=httpx.HTTPTransport(uds=parts.path) if is_socket else None,
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            headers={} if not api_key else {"Authorization": f"Bearer {api_key}"},
             timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
         )
@@ -325,6 +343,11 @@ class _Http:
         self._http.close()
 
 
+def _base_url(url: str) -> str:
+    """Return a server's URL without the ``/v1`` that OpenAI's clients have at its end."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def _refusal(answer: httpx.Response) -> BucketSyncError | None:
     """Return the error that our route describes in its answer, or ``None``."""
     try:
@@ -336,7 +359,7 @@ def _refusal(answer: httpx.Response) -> BucketSyncError | None:
 
 def _advice(status: int) -> str:
     if status in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-        return "pass the server's key as api_key="
+        return "pass the server's key as api_key= or in VLLM_API_KEY"
     if status == httpx.codes.NOT_FOUND:
         return (
             "start the server with VLLM_PLUGINS=bucketsync,bucketsync_http, or with "

@@ -20,9 +20,11 @@ class LlmEngine:
 
     Attributes:
         is_in_process: Whether its worker runs on the calling thread.
+        takes_arguments: It was made with arguments, not with flags.
         name: What messages call it.
     """
 
+    takes_arguments = True
     name = "the LLM"
 
     def __init__(self, llm: Any) -> None:

@@ -52,6 +52,12 @@ class Waiver:
         return name in self.tied or any(fnmatchcase(name, one) for one in self.patterns)
 
 
+def idle_patterns(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that no parameter of a model is matched by: typos, most likely."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)} if patterns else ()
+    return [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]
+
+
 def targets_of(
     named_modules: Iterable[tuple[str, torch.nn.Module]],
 ) -> list[ModuleTargets]:

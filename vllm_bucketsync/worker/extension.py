@@ -129,11 +129,14 @@ class WorkerExtension:
         return self._bucketsync_answer(remove)
 
     def bucketsync_status(self) -> dict[str, Any]:
-        """Return what this worker holds: version, torn or not, memory, counts, adapters."""
+        """Return what this worker holds: version, torn, asleep, memory, counts, adapters."""
 
         def status(worker: serve.Worker) -> serve.Result:
             shelf = find_shelf(self)
-            return serve.status(worker) | {"adapters": [] if shelf is None else shelf.status()}
+            return serve.status(worker) | {
+                "is_asleep": guards.weights_are_asleep(self),
+                "adapters": [] if shelf is None else shelf.status(),
+            }
 
         return self._bucketsync_answer(status)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from ..errors import (
 from ..layout import TensorMeta
 from . import compat
 
-# More would not be read, and each costs another pass through vLLM's loaders.
+# Each costs another pass through vLLM's loaders.
 MAX_PROBLEMS = 20
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ class Problem:
 
     Attributes:
         cls: The error that it is, alone.
+        kind: What is like it; only the first of a kind is told in full.
         name: The tensor or parameter that it is about.
         text: Which, expected, found, where, what to do.
         expected: For a mismatch, what the engine has.
@@ -37,6 +41,7 @@ class Problem:
     """
 
     cls: type[LoadError]
+    kind: str
     name: str
     text: str
     expected: str = ""
@@ -44,7 +49,10 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
-    """Raise the first problem's error with the texts of all.
+    """Raise the first problem's error, with all of them in its text: a line or two a kind.
+
+    What the text leaves out is in the log, and the first ``MAX_PROBLEMS`` of them in
+    ``problems``.
 
     Args:
         problems: What was found; none is no error.
@@ -60,15 +68,39 @@ def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
     if len(problems) > MAX_PROBLEMS:
         texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
     message = f"{texts[0]}; {state}"
-    if len(texts) > 1:
+    if len(problems) > 1:
         # The search ends there, where it is a dry run.
         count = f"at least {MAX_PROBLEMS}" if len(problems) == MAX_PROBLEMS else len(problems)
-        message = "\n  ".join([f"{count} problems; {state}:", *texts])
+        lines = summary((one.kind, one.name, one.text) for one in problems)
+        message = "\n  ".join([f"{count} problems; {state}:", *lines])
+        if len(lines) < len(problems):
+            every = "\n  ".join(problem.text for problem in problems)
+            logger.error("%s problems; %s:\n  %s", count, state, every)
     if issubclass(first.cls, TensorMismatchError):
         raise first.cls(
             message, name=first.name, problems=texts, expected=first.expected, got=first.got
         )
     raise first.cls(message, name=first.name, problems=texts)
+
+
+def summary(found: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Return a line for the first of each kind, and one for all others of that kind.
+
+    Args:
+        found: Kind, name and text of each thing that is wrong.
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for kind, name, text in found:
+        kinds.setdefault(kind, []).append((name, text))
+    lines = []
+    for (_, first), *others in kinds.values():
+        lines.append(first)
+        if len(others) == 1:
+            lines.append(others[0][1])
+        elif others:
+            names = _quoted(name for name, _ in others)
+            lines.append(f"and {len(others)} more like it: {names}")
+    return lines
 
 
 def unknown(model: torch.nn.Module, name: str, *, why: str = "") -> Problem:
@@ -78,6 +110,7 @@ def unknown(model: torch.nn.Module, name: str, *, why: str = "") -> Problem:
     reason = f" ({why})" if why else ""
     return Problem(
         cls=UnknownTensorError,
+        kind="unknown",
         name=name,
         text=(
             f"the engine's model has no place for {name!r}{reason}{near}; rename it with rename=, "
@@ -90,6 +123,7 @@ def skipped_in_silence(name: str) -> Problem:
     """Describe a tensor that the model's loaders take and drop."""
     return Problem(
         cls=UnknownTensorError,
+        kind="skipped_in_silence",
         name=name,
         text=(
             f"the engine's model would drop {name!r} in silence: its loaders copied it nowhere; "
@@ -102,6 +136,7 @@ def mismatch(name: str, *, shape: Sequence[int], target: str, expected: Sequence
     """Describe a tensor of a wrong shape."""
     return Problem(
         cls=TensorMismatchError,
+        kind="mismatch",
         name=name,
         text=(
             f"{name!r} does not fit: expected {tuple(expected)}, got {tuple(shape)}, for "
@@ -116,6 +151,7 @@ def miscast(meta: TensorMeta, *, target: str, expected: str) -> Problem:
     """Describe a tensor whose values a cast would destroy."""
     return Problem(
         cls=TensorMismatchError,
+        kind="miscast",
         name=meta.name,
         text=(
             f"{meta.name!r} does not fit: expected {expected}, got {meta.dtype}, for {target} of "
@@ -130,6 +166,7 @@ def repeated(name: str) -> Problem:
     """Describe a name that comes twice."""
     return Problem(
         cls=DuplicateTensorError,
+        kind="repeated",
         name=name,
         text=f"{name!r} comes twice; the second would be dropped, or undo the first; send it once",
     )
@@ -139,6 +176,7 @@ def same_place(name: str, *, other: str, target: str) -> Problem:
     """Describe two tensors that would land in the same elements."""
     return Problem(
         cls=DuplicateTensorError,
+        kind="same_place",
         name=name,
         text=(f"{name!r} and {other!r} would land in the same part of {target}; send one of them"),
     )
@@ -149,6 +187,7 @@ def in_part(target: str, *, num_elements: int, expected: int, arrived: Sequence[
     parts = f"of its parts only {_quoted(arrived)} came" if arrived else "none of its parts came"
     return Problem(
         cls=MissingTensorError,
+        kind="in_part",
         name=target,
         text=(
             f"{target} would get {num_elements}/{expected} elements: {parts}; a module that is "
@@ -161,6 +200,7 @@ def never_sent(target: str, *, shape: Sequence[int]) -> Problem:
     """Describe a parameter that nothing was sent for."""
     return Problem(
         cls=MissingTensorError,
+        kind="never_sent",
         name=target,
         text=(
             f"{target} {tuple(shape)} of the engine would get no value; send it, or name it in "
@@ -173,6 +213,7 @@ def cut_short(name: str, *, num_bytes: int, expected: int) -> Problem:
     """Describe a tensor whose fragments did not all come."""
     return Problem(
         cls=MissingTensorError,
+        kind="cut_short",
         name=name,
         text=f"of {name!r} only {num_bytes}/{expected} bytes came; send all of it",
     )
@@ -182,6 +223,7 @@ def module_cut_short(path: str) -> Problem:
     """Describe a module that the plan did not get all of."""
     return Problem(
         cls=MissingTensorError,
+        kind="module_cut_short",
         name=path,
         text=f"not all of {path} came, though it was declared; send all of it",
     )
@@ -191,6 +233,7 @@ def loader_failed(name: str, error: BaseException) -> Problem:
     """Describe a failure that no other text here fits."""
     return Problem(
         cls=LoadError,
+        kind="loader_failed",
         name=name,
         text=f"{name!r} cannot be loaded: {type(error).__name__}: {_one_line(error)}",
     )

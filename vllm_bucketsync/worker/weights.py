@@ -21,7 +21,7 @@ from ..layout import Manifest
 from ..messages import LoadSplit
 from ..sinks import Bucket, Piece, SinkReport
 from . import caches, compat, guards, layerwise, problems, sleeps
-from .completeness import Waiver
+from .completeness import Waiver, idle_patterns
 from .dryrun import DryRunResult, dry_run
 from .loaders import Loaders
 from .memory import WeightMemory
@@ -78,6 +78,7 @@ class WeightSink:
         self._left_at: int | None = None
         self._is_handed_over = False
         self._was_begun = False
+        self._idle = ""
         self._loaders: Loaders | None = None
         self._check: Check | None = None
         self._wrapped: Wrapped | None = None
@@ -109,6 +110,7 @@ class WeightSink:
                 layerwise.put_back(self._model)
                 self._notes.append("the rest of another reload, which had failed, was put back")
         with self._at_work():
+            self._look_for_idle_patterns(self._model)
             if manifest is not None:
                 self._preflight(manifest)
 
@@ -147,7 +149,7 @@ class WeightSink:
                 found += self._begun_loaders().missing()
             elif self._replay is not None:
                 found += [problems.module_cut_short(one.path) for one in self._replay.unfinished()]
-            problems.raise_problems(found, state="the update cannot be committed")
+            problems.raise_problems(found, state=f"the update cannot be committed{self._idle}")
 
     def commit(self) -> SinkReport:
         """Process what vLLM leaves for the end, and drop what knows the old weights.
@@ -231,6 +233,15 @@ class WeightSink:
         model: torch.nn.Module = self._worker.model_runner.get_model()
         return model
 
+    def _look_for_idle_patterns(self, model: torch.nn.Module) -> None:
+        """Warn of what was to be left out and is not there."""
+        if idle := idle_patterns(model, self._partial):
+            listed = ", ".join(map(repr, idle))
+            note = f"partial names {listed}, which matches no parameter that this worker has"
+            logger.warning("%s", note)
+            self._notes.append(note)
+            self._idle = f"; {note}"
+
     def _preflight(self, manifest: Manifest) -> None:
         self._looks = self._memory.look_at(self._worker)
         result = self._memory.result_for(
@@ -242,7 +253,7 @@ class WeightSink:
             # Watched as it comes, like a stream that nothing is known of.
             return
         self._result = result
-        problems.raise_problems(result.problems, state=_NOTHING)
+        problems.raise_problems(result.problems, state=_NOTHING + self._idle)
         self._is_declared = True
         if result.plan is not None and self._mode is not PlanMode.OFF:
             self._replay = Replay(result.plan)

@@ -19,6 +19,7 @@ from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_nam
 from ...errors import AdapterModuleError, AdapterTensorError
 from ...layout import TensorMeta
 from .. import compat
+from ..problems import summary
 from .places import Place, places_of
 
 MAX_NAMED = 20
@@ -35,11 +36,13 @@ class Fit:
         modules: vLLM's modules that take part of it.
         skipped: Names of tensors that go nowhere, rightly.
         is_stacked: Its experts are stacked in one tensor (vLLM's 3D format).
+        notes: What a user may not expect.
     """
 
     modules: frozenset[str]
     skipped: tuple[str, ...]
     is_stacked: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -117,6 +120,17 @@ def check_fit(
         modules=frozenset(place.module for place in matched.values()),
         skipped=tuple(skipped),
         is_stacked=any(place.num_experts > 1 for place in matched.values()),
+        notes=_idle_patterns(partial, pairs),
+    )
+
+
+def _idle_patterns(partial: Sequence[str], pairs: dict[str, _Pair]) -> tuple[str, ...]:
+    """Return a note of each pattern that no module of the adapter is matched by."""
+    names = [pair.name for pair in pairs.values()]
+    return tuple(
+        f"partial names {pattern!r}, which matches no module of the adapter"
+        for pattern in partial
+        if not any(fnmatchcase(name, pattern) for name in names)
     )
 
 
@@ -225,8 +239,9 @@ def _raise_tensors(problems: _Problems, adapter: str) -> NoReturn:
     if len(problems.tensors) > MAX_NAMED:
         texts.append(f"and {len(problems.tensors) - MAX_NAMED} more")
     _, tensor, expected, got = problems.tensors[0]
+    lines = summary((f"{want} {has}", name, text) for text, name, want, has in problems.tensors)
     raise AdapterTensorError(
-        "\n  ".join([f"adapter {adapter!r} cannot be applied; {_NOTHING}:", *texts]),
+        "\n  ".join([f"adapter {adapter!r} cannot be applied; {_NOTHING}:", *lines]),
         adapter=adapter,
         problems=texts,
         tensor=tensor,

@@ -122,7 +122,7 @@ class AdapterSink:
         return SinkReport(
             cloned_bytes=kept.num_bytes,
             skipped=self._fit.skipped,
-            notes=(f"{len(self._fit.modules)} modules take part of the adapter",),
+            notes=(f"it is applied to {len(self._fit.modules)} modules", *self._fit.notes),
         )
 
     def abort(self) -> EngineState:
