@@ -13,7 +13,7 @@ from support.pushes import metas_of
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_bucketsync import AdapterConfigError, AdapterTensorError
-from vllm_bucketsync.worker.lora.fit import check_fit
+from vllm_bucketsync.worker.lora.fit import MAX_FITS, Fit, Fits, check_fit
 from vllm_bucketsync.worker.lora.settings import read_config
 
 
@@ -103,3 +103,24 @@ def test_a_missing_partner_is_named_whatever_else_is_in_its_name(sent: str, miss
         )
 
     assert caught.value.tensor == f"base_model.model.tower_A.part_B.{missing}.weight"
+
+
+def test_a_kind_of_adapter_is_checked_once_and_one_that_was_refused_again() -> None:
+    fits, asked = Fits(), []
+    good = Fit(modules=frozenset(), skipped=(), is_stacked=False)
+
+    def check(result: Fit | None) -> Fit:
+        asked.append(result)
+        if result is None:
+            raise AdapterTensorError("no", adapter="policy")
+        return result
+
+    for _ in range(2):
+        with pytest.raises(AdapterTensorError):
+            fits.get("bad", check=lambda: check(None))
+        assert fits.get("good", check=lambda: check(good)) is good
+    assert asked == [None, good, None]
+    for number in range(MAX_FITS):
+        fits.get(number, check=lambda: check(good))
+    assert fits.get("good", check=lambda: check(good)) is good
+    assert len(asked) == 3 + MAX_FITS + 1

@@ -62,7 +62,10 @@ class AdapterSink:
         )
         self._shelf.check(self._spec)
         if manifest is not None and self._opened.is_declared:
-            self._fit = self._checked(manifest.metas)
+            self._fit = self._shelf.fits.get(
+                (manifest.digest, self._spec.config, tuple(self._opened.partial)),
+                check=lambda: self._checked(manifest.metas),
+            )
 
     def deviate(self, index: int) -> None:
         """Accept any stream: it is checked as a whole, before anything is changed."""
