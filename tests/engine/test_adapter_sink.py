@@ -104,7 +104,7 @@ def test_an_adapter_that_vllm_has_scaled_and_forgotten_comes_back_from_a_pristin
     truth = outputs_of(llm, from_disk(folder, 1))
     with monkeypatch.context() as patch:
         if not has_clones:
-            patch.setattr(torch.Tensor, "clone", lambda self: self)
+            patch.setattr(torch, "empty_like", lambda tensor, **_: tensor)
         put(llm, tensors_of(1))
     assert outputs_of(llm, request_for()) == truth
 
@@ -246,7 +246,7 @@ def test_a_bucket_on_a_device_is_copied_once_for_all_that_it_holds() -> None:
         Piece(index=index, meta=meta, first_byte=0, data=data)
         for index, (meta, data) in enumerate(zip(metas, slots, strict=True))
     ]
-    assert in_host_memory(pieces) is None
+    assert in_host_memory(pieces) is pieces
 
     elsewhere = replace(pieces[0], data=bucket[512:712].clone())
     far = replace(pieces[0], data=bucket[7168:7368])

@@ -116,9 +116,10 @@ class Shelf:
             Exception: vLLM refuses it.
         """
         owner, manager = self._owner, self._manager
+        is_pinned = compat.pins_adapters()
         tensors = {
-            # vLLM scales what it gets, in place.
-            name: tensor.clone()
+            # vLLM scales what it gets, in place; and copies what is to be pinned, and is not.
+            name: torch.empty_like(tensor, pin_memory=is_pinned).copy_(tensor)
             for name, tensor in kept.tensors.items()
             if not compat.is_expert_of_another(manager, name)
         }
