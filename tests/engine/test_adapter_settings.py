@@ -105,6 +105,31 @@ def test_a_missing_partner_is_named_whatever_else_is_in_its_name(sent: str, miss
     assert caught.value.tensor == f"base_model.model.tower_A.part_B.{missing}.weight"
 
 
+def test_a_tensor_that_comes_twice_under_two_names_is_refused() -> None:
+    base = SimpleNamespace(input_size=8, output_size=8)
+    manager = SimpleNamespace(
+        model=torch.nn.Module(),
+        modules={"proj": SimpleNamespace(base_layer=base)},
+        packed_modules={},
+    )
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    tensors = {
+        "base_model.model.proj.lora_A.weight": torch.ones(4, 8),
+        "base_model.model.proj.lora_B.weight": torch.ones(8, 4),
+        "proj.lora_B.weight": torch.ones(8, 4),
+    }
+
+    with pytest.raises(AdapterTensorError) as caught:
+        check_fit(
+            metas_of(tensors),
+            worker=SimpleNamespace(model_runner=runner),
+            helper=read(),
+            adapter="policy",
+        )
+
+    assert (caught.value.tensor, caught.value.got) == ("proj.lora_B.weight", "twice")
+
+
 def test_a_kind_of_adapter_is_checked_once_and_one_that_was_refused_again() -> None:
     fits, asked = Fits(), []
     good = Fit(modules=frozenset(), skipped=(), is_stacked=False)
