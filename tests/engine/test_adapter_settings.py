@@ -14,6 +14,7 @@ from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_bucketsync import AdapterConfigError, AdapterTensorError
 from vllm_bucketsync.worker.lora.fit import MAX_FITS, Fit, Fits, check_fit
+from vllm_bucketsync.worker.lora.places import nan_head
 from vllm_bucketsync.worker.lora.settings import read_config
 
 
@@ -149,3 +150,17 @@ def test_a_kind_of_adapter_is_checked_once_and_one_that_was_refused_again() -> N
         fits.get(number, check=lambda: check(good))
     assert fits.get("good", check=lambda: check(good)) is good
     assert len(asked) == 3 + MAX_FITS + 1
+
+
+def test_what_stands_for_a_missing_adapter_leaves_one_token_that_is_the_largest() -> None:
+    module = SimpleNamespace(hidden_size=8, base_layer=SimpleNamespace(vocab_size=20))
+    head = nan_head("head", module, dtype=torch.float32)
+    hidden, logits = torch.randn(5, 8), torch.randn(5, 20)
+
+    logits = logits + hidden @ head.lora_a.T @ head.lora_b.T
+
+    # Kernels that compare find no largest one among NaNs, but another number, or none.
+    assert not logits.isnan().any()
+    assert logits.isposinf().sum(dim=1).tolist() == [1] * 5
+    assert logits.argmax(dim=1).max() <= 1
+    assert logits.log_softmax(dim=1).isnan().all()
