@@ -97,6 +97,7 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
     places: list[_Place] = []
     # By position: a tensor may be replaced before it is sent.
     added: list[list[Callable[[], torch.Tensor]]] = []
+    layers: list[list[tuple[Any, object]]] = []
     positions: dict[int, int] = {}
     devices: set[torch.device] = set()
     seen = SeenTensors()
@@ -106,12 +107,15 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
         if twin is None:
             positions[id(tensor)] = len(places)
             added.append([])
+            layers.append([])
             metas.append(describe(names.take(place.name), tensor, is_buffer=place.is_buffer))
             places.append(place)
             devices.add(tensor.device)
         # Tied tensors are one, and get what was learned for any of their names.
-        added[positions[id(tensor if twin is None else twin)]].extend(_adding(place))
-    fetch = partial(_merged, places, added)
+        position = positions[id(tensor if twin is None else twin)]
+        added[position].extend(_adding(place))
+        layers[position].extend((layer, _merging(layer)) for layer in place.layers)
+    fetch = partial(_merged, places, added, layers)
     return declare(metas, fetch, what="PEFT model", devices=devices)
 
 
@@ -148,6 +152,11 @@ def _active(layer: Any) -> list[str]:
         return []
     active = getattr(layer, "active_adapters", ())
     return [active] if isinstance(active, str) else list(active)
+
+
+def _merging(layer: Any) -> object:
+    """Return which of a layer's adapters count, and which of them its weights have already."""
+    return tuple(_active(layer)), tuple(getattr(layer, "merged_adapters", ()))
 
 
 def _adding(place: _Place) -> list[Callable[[], torch.Tensor]]:
@@ -207,9 +216,18 @@ def _sum(tensor: torch.Tensor, terms: list[Callable[[], torch.Tensor]]) -> torch
 
 
 def _merged(
-    places: list[_Place], added: list[list[Callable[[], torch.Tensor]]]
+    places: list[_Place],
+    added: list[list[Callable[[], torch.Tensor]]],
+    layers: list[list[tuple[Any, object]]],
 ) -> Iterator[object]:
-    for place, terms in zip(places, added, strict=True):
+    for place, terms, wrapping in zip(places, added, layers, strict=True):
+        if any(_merging(layer) != before for layer, before in wrapping):
+            raise SourceError(
+                f"adapters of {place.name!r} were merged, unmerged or switched while the weights "
+                f"were pushed; what is read from here on is not what was asked for; wait for the "
+                f"push to return before you change the model",
+                name=place.name,
+            )
         # Looked up anew: a trainer may replace a parameter after it was declared.
         tensor = place.table.get(place.leaf)
         yield _sum(tensor, terms) if tensor is not None and terms else tensor

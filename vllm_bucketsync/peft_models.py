@@ -13,8 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from .errors import AdapterConfigError, ConfigError, SourceError
 from .messages import MAX_CONFIG_CHARS
+from .recall import Recall
 from .sources import Source, open_source
 
 CONFIG_FILE = "adapter_config.json"
@@ -29,6 +32,7 @@ def open_adapter(
     *,
     adapter_name: str | None = None,
     rename: Callable[[str], str] | None = None,
+    recall: Recall | None = None,
 ) -> tuple[Source, str]:
     """Turn what a user gave into a source and a config.
 
@@ -39,6 +43,7 @@ def open_adapter(
         adapter_name: Which adapter of a PEFT model; its active one where ``None``. Of
             nothing else.
         rename: See ``open_source``.
+        recall: See ``open_source``.
 
     Returns:
         The source, and the config as JSON.
@@ -71,7 +76,7 @@ def open_adapter(
             tensors, config = _tensors_of(model, name), model.peft_config[name]
     text = config_text(config)
     _check_kind(text)
-    return open_source(tensors, rename=rename), text
+    return open_source(tensors, rename=rename, recall=recall), text
 
 
 def peft_model(given: object) -> Any:
@@ -144,13 +149,60 @@ def config_text(config: object) -> str:
 def _tensors_of(model: Any, name: str) -> dict[str, Any]:
     """Return an adapter's tensors, under the names that PEFT's files have."""
     found: dict[str, Any] = {}
-    for key, tensor in model.state_dict().items():
+    is_plain = isinstance(model, nn.Module) and _collect(model, "", name, found)
+    if not is_plain:
+        found = _picked(model.state_dict(), name)
+    if not found:
+        raise _no_lora(model, name)
+    return found
+
+
+def _collect(module: nn.Module, start: str, name: str, found: dict[str, Any]) -> bool:
+    """Add an adapter's tensors to ``found``, as ``state_dict`` would name and order them.
+
+    A model has thousands of modules, and a push has milliseconds.
+
+    Returns:
+        Whether that is all: ``False`` where a hook makes something else of the state.
+    """
+    if module._state_dict_hooks or module._state_dict_pre_hooks:
+        return False
+    for child_name, child in module._modules.items():
+        if child is None or not (child._modules or child._parameters or child._buffers):
+            continue
+        path = start + child_name
+        if not child_name.startswith("lora_"):
+            if not _collect(child, f"{path}.", name, found):
+                return False
+        elif name in child._parameters:
+            found[path] = child._parameters[name]
+        elif (leaf := child._modules.get(name)) is None or _is_deep(leaf):
+            found |= _picked(child.state_dict(prefix=f"{path}."), name)
+        else:
+            found |= {
+                f"{path}.{key}": one for key, one in leaf._parameters.items() if one is not None
+            }
+    return True
+
+
+def _is_deep(module: nn.Module) -> bool:
+    """Whether there is more to the state of a module than its own parameters."""
+    return bool(
+        module._modules
+        or module._buffers
+        or module._state_dict_hooks
+        or module._state_dict_pre_hooks
+    )
+
+
+def _picked(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what of a state is an adapter's, without the adapter's name."""
+    found = {}
+    for key, tensor in state.items():
         parts = key.split(".")
         for position, part in enumerate(parts[:-1]):
             if part.startswith("lora_") and parts[position + 1] == name:
                 found[".".join(parts[: position + 1] + parts[position + 2 :])] = tensor
-    if not found:
-        raise _no_lora(model, name)
     return found
 
 

@@ -95,7 +95,7 @@ class WeightSync(Keeper):
             )
         super().__init__(connect(engine, api_key=api_key), settings=Settings.from_env(**settings))
         self._expected_workers = expected_workers
-        self._recall = Recall()
+        self._recall, self._adapter_recall = Recall(), Recall()
 
     def push(
         self,
@@ -227,7 +227,9 @@ class WeightSync(Keeper):
             patterns, text = check_patterns(partial), check_version(version)
             called = check_name(name)
             self._check_ready()
-            opened, config = open_adapter(adapter, adapter_name=adapter_name, rename=rename)
+            opened, config = open_adapter(
+                adapter, adapter_name=adapter_name, rename=rename, recall=self._adapter_recall
+            )
             sender = self._give(
                 opened,
                 asking,

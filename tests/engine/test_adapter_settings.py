@@ -13,7 +13,8 @@ from support.pushes import metas_of
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_bucketsync import AdapterConfigError, AdapterTensorError
-from vllm_bucketsync.worker.lora.fit import check_fit
+from vllm_bucketsync.worker.lora.fit import MAX_FITS, Fit, Fits, check_fit
+from vllm_bucketsync.worker.lora.places import nan_head
 from vllm_bucketsync.worker.lora.settings import read_config
 
 
@@ -103,3 +104,63 @@ def test_a_missing_partner_is_named_whatever_else_is_in_its_name(sent: str, miss
         )
 
     assert caught.value.tensor == f"base_model.model.tower_A.part_B.{missing}.weight"
+
+
+def test_a_tensor_that_comes_twice_under_two_names_is_refused() -> None:
+    base = SimpleNamespace(input_size=8, output_size=8)
+    manager = SimpleNamespace(
+        model=torch.nn.Module(),
+        modules={"proj": SimpleNamespace(base_layer=base)},
+        packed_modules={},
+    )
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    tensors = {
+        "base_model.model.proj.lora_A.weight": torch.ones(4, 8),
+        "base_model.model.proj.lora_B.weight": torch.ones(8, 4),
+        "proj.lora_B.weight": torch.ones(8, 4),
+    }
+
+    with pytest.raises(AdapterTensorError) as caught:
+        check_fit(
+            metas_of(tensors),
+            worker=SimpleNamespace(model_runner=runner),
+            helper=read(),
+            adapter="policy",
+        )
+
+    assert (caught.value.tensor, caught.value.got) == ("proj.lora_B.weight", "twice")
+
+
+def test_a_kind_of_adapter_is_checked_once_and_one_that_was_refused_again() -> None:
+    fits, asked = Fits(), []
+    good = Fit(modules=frozenset(), skipped=(), is_stacked=False)
+
+    def check(result: Fit | None) -> Fit:
+        asked.append(result)
+        if result is None:
+            raise AdapterTensorError("no", adapter="policy")
+        return result
+
+    for _ in range(2):
+        with pytest.raises(AdapterTensorError):
+            fits.get("bad", check=lambda: check(None))
+        assert fits.get("good", check=lambda: check(good)) is good
+    assert asked == [None, good, None]
+    for number in range(MAX_FITS):
+        fits.get(number, check=lambda: check(good))
+    assert fits.get("good", check=lambda: check(good)) is good
+    assert len(asked) == 3 + MAX_FITS + 1
+
+
+def test_what_stands_for_a_missing_adapter_leaves_one_token_that_is_the_largest() -> None:
+    module = SimpleNamespace(hidden_size=8, base_layer=SimpleNamespace(vocab_size=20))
+    head = nan_head("head", module, dtype=torch.float32)
+    hidden, logits = torch.randn(5, 8), torch.randn(5, 20)
+
+    logits = logits + hidden @ head.lora_a.T @ head.lora_b.T
+
+    # Kernels that compare find no largest one among NaNs, but another number, or none.
+    assert not logits.isnan().any()
+    assert logits.isposinf().sum(dim=1).tolist() == [1] * 5
+    assert logits.argmax(dim=1).max() <= 1
+    assert logits.log_softmax(dim=1).isnan().all()

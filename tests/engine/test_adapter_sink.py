@@ -104,7 +104,7 @@ def test_an_adapter_that_vllm_has_scaled_and_forgotten_comes_back_from_a_pristin
     truth = outputs_of(llm, from_disk(folder, 1))
     with monkeypatch.context() as patch:
         if not has_clones:
-            patch.setattr(torch.Tensor, "clone", lambda self: self)
+            patch.setattr(torch, "empty_like", lambda tensor, **_: tensor)
         put(llm, tensors_of(1))
     assert outputs_of(llm, request_for()) == truth
 
@@ -133,6 +133,37 @@ def test_nothing_that_is_kept_shares_memory_with_anything(llm: Any) -> None:
     assert len(mine) == len(kept.tensors)
     assert mine.isdisjoint(theirs)
     assert bucket.untyped_storage().data_ptr() not in mine | theirs
+
+
+def test_an_update_holds_what_came_and_no_more_than_a_bucket_besides(llm: Any) -> None:
+    tensors, slot_size_bytes = tensors_of(1), 4096
+    worker = engines.worker_of(llm)
+
+    def held() -> int:
+        gc.collect()
+        live = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.is_cpu]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in live}
+        return sum(one.nbytes() for one in storages.values())
+
+    seen: list[int] = []
+
+    class Watched(AdapterSink):
+        def load(self, bucket: Bucket) -> None:
+            super().load(bucket)
+            seen.append(held())
+
+    sink = sink_of(worker, cls=Watched)
+    sink.open(Manifest(metas_of(tensors)))
+    before = held()
+    load_all(sink, tensors, slot_size_bytes=slot_size_bytes)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    sink.release()
+
+    assert len(seen) > 10
+    # The bucket itself is one more.
+    limits = [min((n + 1) * slot_size_bytes, total) + 2 * slot_size_bytes for n in range(len(seen))]
+    assert all(one - before <= limit for one, limit in zip(seen, limits, strict=True))
+    assert held() <= before
 
 
 def test_memory_stays_flat_over_two_hundred_updates(llm: Any) -> None:
@@ -246,7 +277,7 @@ def test_a_bucket_on_a_device_is_copied_once_for_all_that_it_holds() -> None:
         Piece(index=index, meta=meta, first_byte=0, data=data)
         for index, (meta, data) in enumerate(zip(metas, slots, strict=True))
     ]
-    assert in_host_memory(pieces) is None
+    assert in_host_memory(pieces) is pieces
 
     elsewhere = replace(pieces[0], data=bucket[512:712].clone())
     far = replace(pieces[0], data=bucket[7168:7368])

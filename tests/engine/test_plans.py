@@ -368,6 +368,28 @@ def test_a_loader_that_does_more_than_to_copy_is_run_each_time(
     world.holds(1)
 
 
+@pytest.mark.parametrize("world", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "streamed"])
+@pytest.mark.parametrize("slot_size_bytes", [512, 25_000])
+def test_a_loader_that_waits_for_all_parts_of_its_module_gets_none_of_a_later_bucket(
+    world: World, slot_size_bytes: int, declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: dict[int, torch.Tensor] = {}
+
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor, part: int) -> None:
+        waiting[part] = loaded_weight
+        if len(waiting) == 2:
+            for rows, one in zip(param.data.chunk(2), (0, 1), strict=True):
+                rows.copy_(waiting.pop(one))
+
+    # Each half has 24,576 bytes, so that they come in buckets of their own.
+    _with_loader(world, "model.layers.1.mlp.gate_up_proj.weight", load, monkeypatch)
+    for seed in (1, 0):
+        push(world.sink(), world.tensors(seed), slot_size_bytes=slot_size_bytes, declared=declared)
+        world.holds(seed)
+    assert waiting == {}
+
+
 @pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
 def test_experts_that_a_partial_update_leaves_out_can_still_be_used(world: World) -> None:
     push(world.sink(), world.tensors(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -118,6 +118,44 @@ def test_a_sum_is_made_when_it_is_asked_for_and_not_before() -> None:
 
     assert found is not None
     assert torch.equal(found, base)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "merged": lambda model: model.merge_adapter(),
+    "switched off": lambda model: model.base_model.disable_adapter_layers(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_is_merged_otherwise_under_the_push_is_refused(change: str) -> None:
+    model = trained()
+    tensors = open_merged(model).tensors
+    next(tensors)
+
+    CHANGES[change](model)
+
+    with pytest.raises(SourceError, match="wait for the push to return") as caught:
+        list(tensors)
+    assert caught.value.name == "base_model.model.embed.weight"
+
+
+def test_what_is_merged_in_a_context_is_merged_for_as_long_as_the_source_runs() -> None:
+    model = trained(target_modules=["q_proj"])
+    expected = sent(open_source(copy.deepcopy(model).merge_and_unload()))["q_proj.weight"]
+    layer = model.base_model.model.q_proj
+
+    def merged() -> Iterator[tuple[str, torch.Tensor]]:
+        model.merge_adapter()
+        try:
+            yield "q_proj.weight", layer.base_layer.weight
+        finally:
+            model.unmerge_adapter()
+
+    # Whatever the source enters, it has entered while its tensors are read, and no longer.
+    source = open_source(merged())
+    assert not layer.merged
+    assert sent(source)["q_proj.weight"] == expected
+    assert not layer.merged
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

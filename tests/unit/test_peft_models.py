@@ -97,6 +97,24 @@ def test_a_model_is_known_by_what_it_has() -> None:
         active_adapter(double)
 
 
+def test_what_a_hook_makes_of_the_state_is_what_is_sent() -> None:
+    given = model()
+    layer = given.base_model.model.layers[1].q_proj
+    plain = sent(given)
+
+    def double(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in [one for one in state if one.startswith(f"{prefix}lora_B")]:
+            state[name] = torch.zeros(6, 2)
+
+    layer.register_state_dict_post_hook(double)
+
+    changed = sent(given)
+    assert list(changed) == list(plain)
+    names = [name for name in plain if plain[name] != changed[name]]
+    assert len(names) == 1
+    assert changed[names[0]] == bytes(6 * 2 * 4)
+
+
 def test_a_pair_and_a_folder_are_adapters_too(tmp_path: Path) -> None:
     given = model()
     expected = sent(given)

@@ -209,6 +209,13 @@ def is_expert_of_another(manager: Any, name: str) -> bool:
     return bool(_is_remote_expert_key(name, spec))
 
 
+def pins_adapters() -> bool:
+    """Whether vLLM keeps adapters in host memory that is pinned: a copy, where it is not yet."""
+    from vllm.lora import lora_model
+
+    return bool(getattr(lora_model, "PIN_MEMORY", False))
+
+
 def rank_of(helper: Any, module: str) -> int:
     """Return the rank that an adapter's config gives one of its modules."""
     find = getattr(helper, "get_rank_and_scaling", None)

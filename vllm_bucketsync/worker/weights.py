@@ -8,8 +8,7 @@ it comes. What no plan has goes through vLLM's own layerwise loaders.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class WeightSink:
         self._idle = ""
         self._loaders: Loaders | None = None
         self._check: Check | None = None
-        self._wrapped: Wrapped | None = None
+        self._wrapped = Wrapped(worker)
         self._notes: list[str] = []
 
     @property
@@ -109,7 +108,7 @@ class WeightSink:
             if layerwise.is_open(self._model):
                 layerwise.put_back(self._model)
                 self._notes.append("the rest of another reload, which had failed, was put back")
-        with self._at_work():
+        with self._wrapped.taken_off():
             self._look_for_idle_patterns(self._model)
             if manifest is not None:
                 self._preflight(manifest)
@@ -125,7 +124,7 @@ class WeightSink:
         Raises:
             LoadError: A tensor was refused. Only ``abort`` may follow.
         """
-        with self._at_work():
+        with self._wrapped.taken_off():
             self._was_begun = True
             if self._check is not None:
                 self._check.keep(bucket.pieces)
@@ -141,7 +140,7 @@ class WeightSink:
         Raises:
             LoadError: One has none, or only a part of it.
         """
-        with self._at_work():
+        with self._wrapped.taken_off():
             found = [] if self._loaders is None else self._loaders.unfinished()
             # A dry run has shown that a declared manifest misses nothing.
             if not self._is_declared:
@@ -159,7 +158,7 @@ class WeightSink:
         """
         loaders, split = self._loaders, LoadSplit()
         skipped: dict[str, str] = {}
-        with self._at_work():
+        with self._wrapped.taken_off():
             self._was_begun = True
             if loaders is not None:
                 skipped.update(loaders.skipped)
@@ -200,7 +199,7 @@ class WeightSink:
         """
         if not self._was_begun:
             return EngineState.UNCHANGED
-        with self._at_work():
+        with self._wrapped.taken_off():
             is_torn = self._loaders is not None and self._loaders.abort()
             if self._replay is not None:
                 is_torn |= self._replay.has_written
@@ -218,15 +217,6 @@ class WeightSink:
         if self._check is not None:
             self._check.release()
         self._loaders = self._replay = self._check = None
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Have vLLM's config set, and the model as it is without LoRA."""
-        if self._wrapped is None:
-            takes_adapters = self._worker.vllm_config.lora_config is not None
-            self._wrapped = Wrapped(self._model if takes_adapters else None)
-        with compat.engine_context(self._worker.vllm_config), self._wrapped.taken_off():
-            yield
 
     @property
     def _model(self) -> torch.nn.Module:

@@ -16,23 +16,51 @@ from typing import Any
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
+from . import compat
+
 _INFIX = ".base_layer"
 # What experts put before the ends of a checkpoint's names when they are wrapped.
 _PREFIX = "lora_base_layer_prefix"
 
 
 class Wrapped:
-    """The layers of one model that are wrapped; none where it takes no adapters."""
+    """The layers of a worker's model that are wrapped; none where it takes no adapters."""
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
-        """Find them; the model is as it is.
+    def __init__(self, worker: Any) -> None:
+        """Take note of the worker; they are looked for when they are first taken off.
 
         Args:
-            model: vLLM's, at rest; ``None`` for one that takes no adapters.
+            worker: vLLM's worker.
         """
+        self._worker = worker
+        self._is_known = worker.vllm_config.lora_config is None
         self._places: list[tuple[dict[str, Any], str, BaseLayerWithLoRA]] = []
         self._prefixed: list[tuple[torch.nn.Module, str]] = []
-        for module in () if model is None else model.modules():
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """Have every layer in its wrapper's place, as loaders are run, and put it back at the end.
+
+        See ``compat.engine_context`` for what else they are run in.
+        """
+        if not self._is_known:
+            self._find(self._worker.model_runner.get_model())
+        with compat.engine_context(self._worker.vllm_config):
+            try:
+                for children, name, wrapper in self._places:
+                    children[name] = wrapper.base_layer
+                for module, _ in self._prefixed:
+                    setattr(module, _PREFIX, "")
+                yield
+            finally:
+                for children, name, wrapper in self._places:
+                    children[name] = wrapper
+                for module, prefix in self._prefixed:
+                    setattr(module, _PREFIX, prefix)
+
+    def _find(self, model: torch.nn.Module) -> None:
+        self._is_known = True
+        for module in model.modules():
             # The dictionary itself: it keeps its order, and no hook of the module's runs.
             children: dict[str, Any] = module._modules
             self._places += [
@@ -42,21 +70,6 @@ class Wrapped:
             ]
             if prefix := vars(module).get(_PREFIX):
                 self._prefixed.append((module, prefix))
-
-    @contextmanager
-    def taken_off(self) -> Iterator[None]:
-        """Have every layer in its wrapper's place, and the wrappers back at the end."""
-        try:
-            for children, name, wrapper in self._places:
-                children[name] = wrapper.base_layer
-            for module, _ in self._prefixed:
-                setattr(module, _PREFIX, "")
-            yield
-        finally:
-            for children, name, wrapper in self._places:
-                children[name] = wrapper
-            for module, prefix in self._prefixed:
-                setattr(module, _PREFIX, prefix)
 
 
 def plain(name: str) -> str:

@@ -7,7 +7,8 @@ wrong shape. So everything is looked at here, from descriptions alone, before it
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from ..problems import summary
 from .places import Place, places_of
 
 MAX_NAMED = 20
+MAX_FITS = 8
 _NOTHING = "nothing was changed"
 _SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _OTHER = {one: other for a, b in _SIDES for one, other in ((a, b), (b, a))}
@@ -43,6 +45,26 @@ class Fit:
     skipped: tuple[str, ...]
     is_stacked: bool
     notes: tuple[str, ...] = ()
+
+
+class Fits:
+    """The fits of the last few kinds of adapters: a new version is checked once."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, Fit] = OrderedDict()
+
+    def get(self, key: Hashable, *, check: Callable[[], Fit]) -> Fit:
+        """Return what was found before for the same key, or what ``check`` finds.
+
+        Args:
+            key: All that it depends on. vLLM's manager never changes its modules.
+            check: Finds it, or raises: then it is asked again the next time.
+        """
+        found = self._known.pop(key, None)
+        self._known[key] = check() if found is None else found
+        if len(self._known) > MAX_FITS:
+            self._known.popitem(last=False)
+        return self._known[key]
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from ...adapters import id_of, is_ours
 from ...errors import AdapterCapacityError, AdapterError
 from ...messages import AdapterSpec
 from .. import compat
+from .fit import Fits
 from .places import is_head, nan_head
 from .swap import check_room, empty_all, make_room, pins_of, swap, take_out
 
@@ -56,7 +57,11 @@ class Kept:
 
 
 class Shelf:
-    """The pushed adapters of one worker, by number. Lives as long as vLLM's manager."""
+    """The pushed adapters of one worker, by number. Lives as long as vLLM's manager.
+
+    Attributes:
+        fits: Of adapters that came before, which are no longer checked.
+    """
 
     def __init__(self, owner: Any) -> None:
         """Begin with none.
@@ -68,6 +73,7 @@ class Shelf:
         self._kept: dict[int, Kept] = {}
         # Numbers that stand for adapters which are no longer here.
         self._missing: set[int] = set()
+        self.fits = Fits()
 
     @property
     def _manager(self) -> Any:
@@ -110,9 +116,10 @@ class Shelf:
             Exception: vLLM refuses it.
         """
         owner, manager = self._owner, self._manager
+        is_pinned = compat.pins_adapters()
         tensors = {
-            # vLLM scales what it gets, in place.
-            name: tensor.clone()
+            # vLLM scales what it gets, in place; and copies what is to be pinned, and is not.
+            name: torch.empty_like(tensor, pin_memory=is_pinned).copy_(tensor)
             for name, tensor in kept.tensors.items()
             if not compat.is_expert_of_another(manager, name)
         }

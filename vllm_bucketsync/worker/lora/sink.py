@@ -62,21 +62,21 @@ class AdapterSink:
         )
         self._shelf.check(self._spec)
         if manifest is not None and self._opened.is_declared:
-            self._fit = self._checked(manifest.metas)
+            self._fit = self._shelf.fits.get(
+                (manifest.digest, self._spec.config, tuple(self._opened.partial)),
+                check=lambda: self._checked(manifest.metas),
+            )
 
     def deviate(self, index: int) -> None:
         """Accept any stream: it is checked as a whole, before anything is changed."""
 
     def load(self, bucket: Bucket) -> None:
         """Clone one bucket's tensors into private memory, in the engine's dtype."""
-        pieces = bucket.pieces
-        hosted = in_host_memory(pieces)
-        for piece in pieces if hosted is None else hosted:
+        for piece in in_host_memory(bucket.pieces):
             self._metas[piece.index] = piece.meta
             if piece.is_whole:
                 # A copy even where dtype and device agree: the bucket is filled again.
-                is_ours = hosted is not None
-                self._whole[piece.index] = piece.tensor().to(self._dtype, copy=not is_ours)
+                self._whole[piece.index] = piece.tensor().to(self._dtype, copy=True)
             else:
                 self._add_fragment(piece)
 
@@ -214,18 +214,19 @@ class AdapterSink:
             ) from error
 
 
-def in_host_memory(pieces: Sequence[Piece]) -> list[Piece] | None:
-    """Return the pieces of a bucket on a device as parts of one private copy of it.
+def in_host_memory(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Return the pieces of a bucket on a device as parts of one copy of it, for a moment.
 
-    One copy for all of them, since each takes as long as a few hundred KiB. ``None`` where
-    they are in host memory already, which is the bucket's own.
+    One copy for all of them, since each takes as long as a few hundred KiB; and into memory
+    that is pinned and used again, since a fresh one costs more than the copy. Pieces that are
+    in host memory already stay the bucket's own.
     """
     if all(piece.data.device.type == "cpu" for piece in pieces):
-        return None
-    return parts_of_one_copy(pieces)
+        return pieces
+    return parts_of_one_copy(pieces, is_pinned=compat.pins_adapters())
 
 
-def parts_of_one_copy(pieces: Sequence[Piece]) -> list[Piece]:
+def parts_of_one_copy(pieces: Sequence[Piece], *, is_pinned: bool = False) -> list[Piece]:
     """Return pieces of one bucket as views of one new tensor on the host."""
     offsets = [int(piece.data.storage_offset()) for piece in pieces]
     ends = [offset + piece.data.numel() for offset, piece in zip(offsets, pieces, strict=True)]
@@ -235,7 +236,7 @@ def parts_of_one_copy(pieces: Sequence[Piece]) -> list[Piece]:
         # References to the trainer's own tensors, wherever those are.
         return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
     bucket = pieces[0].data.as_strided((max(ends) - start,), (1,), start)
-    copied = bucket.to("cpu", copy=True)
+    copied = torch.empty(bucket.shape, dtype=bucket.dtype, pin_memory=is_pinned).copy_(bucket)
     return [
         replace(piece, data=copied[offset - start : end - start])
         for piece, offset, end in zip(pieces, offsets, ends, strict=True)
