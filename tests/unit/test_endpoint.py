@@ -24,6 +24,7 @@ from vllm_bucketsync.served_names import Names
 OFFER = {
     "protocol": PROTOCOL_VERSION,
     "token": "t",
+    "update_id": "u",
     "endpoints": {"*": "ipc:///x"},
     "engine": 0,
     "connect_timeout_s": 1.0,
