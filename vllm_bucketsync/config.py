@@ -150,6 +150,18 @@ class PlanMode(StrEnum):
         return cls(text)
 
 
+class Verify(StrEnum):
+    """How an update is checked, beyond what always is.
+
+    Attributes:
+        NONE: Not at all.
+        DIGEST: Every byte that arrives, and every tensor that is filled by plan, by digests.
+    """
+
+    NONE = "none"
+    DIGEST = "digest"
+
+
 def parse_size(size: int | str) -> int:
     """Return a size in bytes; ``"512MiB"`` and ``536870912`` are the same.
 

@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from msgspec import structs
 
 from .arrivals import Arrivals, check_manifest
+from .config import Verify
+from .corruption import check_arrived
 from .errors import (
     BucketSyncError,
     EngineState,
@@ -82,6 +85,7 @@ class Receiver:
         self._manifest: Manifest | None = None
         self._arrivals: Arrivals | None = None
         self._kept: KeptBuckets | None = None
+        self._num_verified = 0
         self._load_s = 0.0
         self._begin_s = time.monotonic()
         self.was_torn = memory.is_torn
@@ -174,6 +178,10 @@ class Receiver:
             command.is_declared and command.placed.region < len(command.regions)
         ):
             raise RemoteProtocolError("places came without a declared manifest, or without region")
+        if command.is_atomic and not (command.is_declared and command.kind == "weights"):
+            raise RemoteProtocolError(
+                f"an atomic update of {command.kind} came without a declared manifest"
+            )
         if self.opened is not None and _promise(command) != _promise(self.opened):
             raise RemoteProtocolError("another offer for this update promises something else")
         self.opened = command
@@ -235,6 +243,13 @@ class Receiver:
             bucket = Bucket(seq=batch.seq, pieces=pieces, is_kept=kept is not None)
             if kept is not None:
                 kept[batch.seq, batch.region] = bucket
+        if opened.verify is Verify.DIGEST:
+            self._num_verified += check_arrived(
+                bucket,
+                batch.digests,
+                transport=opened.transport,
+                num_buckets=arrivals.num_buckets,
+            )
         sink.load(bucket)
         return Ack(seq=batch.seq)
 
@@ -263,6 +278,8 @@ class Receiver:
             self._memory.is_torn = False
         return Done(
             split=report.split,
+            staged=report.staged,
+            checked=structs.replace(report.checked, arrived_bytes=self._num_verified),
             cloned_bytes=report.cloned_bytes,
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
@@ -311,4 +328,6 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.is_declared,
         opened.partial,
         opened.adapter,
+        opened.is_atomic,
+        opened.verify,
     )

@@ -270,7 +270,9 @@ class Sender:
         if declared is None and manifest is not None:
             known = all(manifest.digest in hello.manifests for hello in hellos)
             manifest = manifest if known else None
-        self.packing = Packing(self.source, manifest=manifest, slots=self.slots)
+        self.packing = Packing(
+            self.source, manifest=manifest, slots=self.slots, verify=self.update.verify
+        )
         for key, peer in self.peers.items():
             metas: Sequence[TensorMeta] = ()
             if manifest is not None and manifest.digest not in peer.hello.manifests:
@@ -290,6 +292,8 @@ class Sender:
                 is_declared=declared is not None,
                 partial=self.update.partial,
                 adapter=self.update.adapter,
+                is_atomic=self.update.is_atomic,
+                verify=self.update.verify,
             )
             self._send(key, opened)
             for first in range(0, len(metas), MAX_METAS):

@@ -11,11 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .adapters import check_name, spec_of
-from .arguments import check_patterns, check_pause, check_version, is_count
+from .arguments import (
+    check_declared,
+    check_patterns,
+    check_pause,
+    check_verify,
+    check_version,
+    is_count,
+)
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
-from .config import Settings
+from .config import Settings, Verify
 from .errors import (
     ConfigError,
     EngineUnreachableError,
@@ -88,6 +95,8 @@ class WeightSync(Keeper):
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
         zero_copy: bool = False,
+        atomic: bool = False,
+        verify: str = Verify.NONE,
         progress: Progress | None = None,
     ) -> PushReport:
         """Give the engine new weights, and return when every worker uses them.
@@ -115,6 +124,12 @@ class WeightSync(Keeper):
                 time. Your promise that this memory stays allocated until ``release()``
                 or ``close()``: call one of them before you move, free or offload it.
                 What cannot be read so goes through slots in the same update.
+            atomic: Keep the old weights until every worker of every engine has all of the
+                new ones, aside, in memory for as much again as its part of them. Any
+                failure before that leaves the old ones; one while they are applied is
+                torn. Needs a source that says in advance what it holds: no generator.
+            verify: ``digest`` compares digests of every bucket that arrives, and of every
+                tensor that is filled by plan, with those of what was sent; ``none`` does not.
             progress: Called with the bytes packed so far, and their total or ``None``.
 
         Returns:
@@ -123,6 +138,8 @@ class WeightSync(Keeper):
         Raises:
             SourceError: The source cannot be sent.
             LoadError: The engine's model refused it.
+            StagingError: A worker has no room for an atomic update.
+            CorruptionError: A bucket did not arrive as it was sent; ``verify`` found it.
             EngineAsleepError: The engine's weights are asleep.
             EngineBusyError: Another update runs, or an earlier one cannot be cancelled.
             TransportError: A worker died, was stopped, or memory could not be shared.
@@ -131,7 +148,7 @@ class WeightSync(Keeper):
         begin_s = time.monotonic()
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
-            patterns = check_patterns(partial)
+            patterns, how = check_patterns(partial), check_verify(verify)
             self._check_ready()
             opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
             sender = self._give(
@@ -141,6 +158,8 @@ class WeightSync(Keeper):
                 partial=patterns,
                 is_dry_run=dry_run,
                 is_zero_copy=zero_copy,
+                is_atomic=atomic,
+                verify=how,
             )
         return self._logged(report_of(sender, self._slots, **self._outcome(begin_s)))
 
@@ -156,6 +175,7 @@ class WeightSync(Keeper):
         dry_run: bool = False,
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
+        verify: str = Verify.NONE,
         progress: Progress | None = None,
     ) -> AdapterReport:
         """Give the engine an adapter, or a new version of one that it has under this name.
@@ -176,6 +196,7 @@ class WeightSync(Keeper):
             dry_run: See ``push``.
             pause: See ``push``.
             resume_torn: See ``push``.
+            verify: ``digest`` compares digests of every bucket that arrives; see ``push``.
             progress: See ``push``.
 
         Returns:
@@ -192,7 +213,7 @@ class WeightSync(Keeper):
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns, text = check_patterns(partial), check_version(version)
-            called = check_name(name)
+            called, how = check_name(name), check_verify(verify)
             self._check_ready()
             opened, config = open_adapter(adapter, adapter_name=adapter_name, rename=rename)
             sender = self._give(
@@ -202,6 +223,7 @@ class WeightSync(Keeper):
                 partial=patterns,
                 is_dry_run=dry_run,
                 kind="adapter",
+                verify=how,
                 adapter=spec_of(called, version=text, config=config),
             )
         return self._logged(adapter_report_of(sender, self._slots, **self._outcome(begin_s)))
@@ -330,6 +352,8 @@ class WeightSync(Keeper):
         **what: Any,
     ) -> Sender:
         """Run one update of ``source``; ``what`` is the rest of an ``Update``."""
+        if what.get("is_atomic"):
+            check_declared(source)
         if is_dry_run and source.declared is None:
             source = read_metas(source)
         update = Update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .config import Verify
 from .messages import AdapterSpec
 
 
@@ -32,6 +33,8 @@ class Update:
         partial: Patterns of what may be left out, see ``messages.Open``.
         adapter: What the adapter is; ``None`` for weights.
         is_dry_run: Stop when every worker is ready.
+        is_atomic: No model may change before every worker has everything.
+        verify: What is checked.
     """
 
     update_id: str
@@ -42,3 +45,5 @@ class Update:
     partial: tuple[str, ...] = ()
     adapter: AdapterSpec | None = None
     is_dry_run: bool = False
+    is_atomic: bool = False
+    verify: Verify = Verify.NONE
