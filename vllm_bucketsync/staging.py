@@ -190,9 +190,12 @@ class StagedSink:
         return replace(report, staged=staged)
 
     def abort(self) -> EngineState:
-        """Say what is left: before the commit the model was not touched."""
-        state = self._inner.abort()
-        return state if self._is_applying else EngineState.UNCHANGED
+        """Say what is left: before the commit the model was not touched.
+
+        Later it is torn, also where nothing was written here: other ranks may have applied it.
+        """
+        self._inner.abort()
+        return EngineState.TORN if self._is_applying else EngineState.UNCHANGED
 
     def release(self) -> None:
         """Drop what was staged. Idempotent."""

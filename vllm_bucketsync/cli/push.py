@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # vLLM's words; what they mean is written down in ``clients.base.PauseMode``.
 PAUSE_MODES = ("wait", "abort", "keep")
+# As ``config.Verify`` has them.
+VERIFY_MODES = ("none", "digest")
 
 _HOLDS = {
     EngineState.UNCHANGED: "the engine holds what it held before",
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to push, where to, and how."""
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of the new weights")
+    option("--atomic", action="store_true", help="keep the old weights until all workers have all")
     add_options(parser)
 
 
@@ -60,6 +63,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=PAUSE_MODES,
         default=PAUSE_MODES[0],
         help="requests that run: let them end, end them, or freeze them (%(default)s)",
+    )
+    option(
+        "--verify",
+        choices=VERIFY_MODES,
+        default=VERIFY_MODES[0],
+        help="compare what arrives and what is loaded with what was sent (%(default)s)",
     )
     option("--json", action="store_true", help="print the report as JSON, and nothing else")
 
@@ -86,6 +95,8 @@ def run(args: argparse.Namespace) -> ExitCode:
             version=version,
             dry_run=args.dry_run,
             pause=args.pause,
+            atomic=args.atomic,
+            verify=args.verify,
             progress=progress,
         ),
     )

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             version=version,
             dry_run=args.dry_run,
             pause=args.pause,
+            verify=args.verify,
             progress=progress,
         ),
     )
