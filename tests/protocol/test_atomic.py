@@ -124,8 +124,7 @@ class Stage:
         return self._nursery.fork(train, version, {"settings": self._settings, **options})
 
     def respawn(self, rank: int) -> None:
-        self.workers[rank].kill()
-        self.workers[rank].pipe.close()
+        self.workers[rank].end()
         self.workers[rank] = self._nursery.fork(work, rank)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
@@ -178,7 +177,7 @@ class Stage:
         trainer.pipe.send(results)
         said: tuple[str, Any] = trainer.receive()
         self.seconds = time.monotonic() - begin_s
-        trainer.pipe.close()
+        trainer.end()
         return said
 
     def serves(self, *versions: int) -> set[int]:
@@ -206,10 +205,18 @@ def _told(pipe: Connection, said: Any) -> None:
         pipe.send(said)
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as found:
+        yield found
+
+
 @pytest.fixture
-def stage(shm_dir: str) -> Iterator[Stage]:
-    with Nursery() as nursery:
-        yield Stage(nursery, {"dir": shm_dir, "idle_timeout_s": 20.0})
+def stage(nursery: Nursery, shm_dir: str) -> Iterator[Stage]:
+    found = Stage(nursery, {"dir": shm_dir, "idle_timeout_s": 20.0})
+    yield found
+    for worker in found.workers:
+        worker.end()
     for file in Path(shm_dir).rglob("*.*"):
         os.utime(file, (0, 0))
     # What killed trainers left, the next one would remove.
@@ -224,8 +231,7 @@ def kill_one(stage: Stage, rng: random.Random, *, old: int, new: int, whom: str)
     results = stage.update(trainer, kill=victim, after_s=rng.uniform(0, 1.1 * stage.seconds))
     if rank is not None:
         stage.respawn(rank)
-    trainer.kill()
-    trainer.pipe.close()
+    trainer.end()
     held = {}
     for number, hashes in enumerate(stage.ask("hashes")):
         model = Model(number, NUM_WORKERS)

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.process import BaseProcess
@@ -52,17 +53,25 @@ class Child:
             raise EOFError from error
 
     def kill(self) -> None:
-        """End it with SIGKILL. Idempotent."""
+        """End it with SIGKILL, without waiting for the end. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
+    def end(self) -> None:
+        """End it, and wait until it is gone. Idempotent."""
+        self.pipe.close()
+        deadline_s = time.monotonic() + PATIENCE_S
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline_s:
+                os.kill(self.pid, signal.SIGKILL)
+                time.sleep(0.001)
+
 
 class Nursery:
-    """Forks children until the end of its ``with``, which ends those that are left."""
+    """Forks children until the end of its ``with``; whoever has one ends it."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._children: list[Child] = []
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -73,9 +82,6 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._children:
-            child.kill()
-            child.pipe.close()
         self._pipe.close()
         self._process.join(10)
         if self._process.is_alive():
@@ -90,9 +96,7 @@ class Nursery:
         with Listener(path, family="AF_UNIX") as listener:
             self._pipe.send((path, act, args))
             pipe = listener.accept()
-        child = Child(pipe.recv(), pipe)
-        self._children.append(child)
-        return child
+        return Child(pipe.recv(), pipe)
 
 
 def _serve(pipe: Connection) -> None:
