@@ -18,7 +18,7 @@ from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.staging import StagedSink
 from vllm_bucketsync.transport import arena
-from vllm_bucketsync.worker import replay
+from vllm_bucketsync.worker import layerwise
 from vllm_bucketsync.worker.memory import WeightMemory
 
 two_kinds = pytest.mark.parametrize("world", ["qwen3_tied", "qwen3_moe"], indirect=True)
@@ -162,7 +162,7 @@ def test_an_engine_that_fails_to_apply_says_that_it_is_torn_and_the_next_push_me
         for _ in range(2):
             sync.push(world.tensors(0), version=0)
         with monkeypatch.context() as patch:
-            patch.setattr(replay.layerwise, "process", failing)
+            patch.setattr(layerwise, "process", failing)
             with pytest.raises(ApplyError, match="an illegal address") as caught:
                 sync.push(world.tensors(1), version=1, atomic=True)
         assert (caught.value.engine_state, caught.value.rank) == ("torn", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.pushes import push
+from support.pushes import load_all, metas_of, push
 from support.worlds import World
 
 # After the engines, whose environment vLLM reads when it is imported.
@@ -14,6 +14,7 @@ import torch  # isort: skip
 from vllm_bucketsync import CorruptionError, VerifyError, WeightSync
 from vllm_bucketsync.config import PlanMode, Verify
 from vllm_bucketsync.copies import CopyBatch, DeferredCopies
+from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.packing import Packing
 from vllm_bucketsync.worker.memory import WeightMemory
 from vllm_bucketsync.worker.proofs import Proofs
@@ -110,12 +111,12 @@ def test_a_load_that_copies_nothing_is_not_a_success(
         return
 
     with sync:
-        for cls, options in ((CopyBatch, {}), (DeferredCopies, {}), (CopyBatch, {"atomic": True})):
+        for cls, atomic in ((CopyBatch, False), (DeferredCopies, False), (CopyBatch, True)):
             with monkeypatch.context() as patch:
                 patch.setattr(cls, "run", nothing)
                 with pytest.raises(VerifyError) as caught:
-                    sync.push(world.tensors(1), version=1, verify="digest", **options)
-            assert caught.value.engine_state == ("unchanged" if options else "torn")
+                    sync.push(world.tensors(1), version=1, verify="digest", atomic=atomic)
+            assert caught.value.engine_state == ("unchanged" if atomic else "torn")
 
             sync.push(world.tensors(0), version=0, verify="digest")
             sync.push(world.tensors(0), version=0, verify="digest")
@@ -170,10 +171,6 @@ def test_what_vllms_own_loaders_take_is_listed_as_not_compared(
 @pytest.mark.parametrize("world", ["qwen3_tied"], indirect=True)
 @pytest.mark.parametrize("left_at", [1, 7, 15])
 def test_a_stream_that_leaves_its_plan_is_compared_up_to_there(world: World, left_at: int) -> None:
-    from support.pushes import load_all, metas_of
-
-    from vllm_bucketsync.layout import Manifest
-
     memory = WeightMemory()
     for _ in range(2):
         push(world.sink(memory=memory), world.tensors(0))
