@@ -178,12 +178,12 @@ class Receiver:
             command.is_declared and command.placed.region < len(command.regions)
         ):
             raise RemoteProtocolError("places came without a declared manifest, or without region")
+        if self.opened is not None and _promise(command) != _promise(self.opened):
+            raise RemoteProtocolError("another offer for this update promises something else")
         if command.is_atomic and not (command.is_declared and command.kind == "weights"):
             raise RemoteProtocolError(
                 f"an atomic update of {command.kind} came without a declared manifest"
             )
-        if self.opened is not None and _promise(command) != _promise(self.opened):
-            raise RemoteProtocolError("another offer for this update promises something else")
         self.opened = command
         self._metas = []
         return self._begin() if not command.num_metas else []

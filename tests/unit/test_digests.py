@@ -99,15 +99,22 @@ def test_a_slot_digested_at_once_is_its_tensors_one_by_one(
         offset += -(-size // ROW_BYTES) * ROW_BYTES
     dense = [slot[first : first + size] for first, size in packed_sizes]
     sparse = [slot[i * step : i * step + size] for i, size in enumerate(sizes)]
+    ends = [sum(sizes[:i]) for i in range(len(sizes))]
+    crowded = [slot[end : end + size] for end, size in zip(ends, sizes, strict=True)]
 
-    for stretches in (dense, sparse, [one.clone() for one in dense], dense[::-1]):
+    for stretches in (dense, sparse, crowded, [one.clone() for one in dense], dense[::-1]):
         digests = Digests()
         digests.add_all(stretches)
 
         assert digests.take() == [digest(one.clone()) for one in stretches]
 
 
-def test_a_dense_slot_is_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("step", "num_bytes"), [(1, 64 * ROW_BYTES), (3, 22 * ROW_BYTES)], ids=["dense", "sparse"]
+)
+def test_a_dense_slot_is_read_in_one_pass_and_gaps_are_not_read(
+    step: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes: list[int] = []
     row_sums = module._row_sums
 
@@ -119,9 +126,10 @@ def test_a_dense_slot_is_read_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> No
     slot = bytes_tensor(64 * ROW_BYTES, seed=4)
     digests = Digests()
 
-    digests.add_all([slot[i * ROW_BYTES : (i + 1) * ROW_BYTES] for i in range(64)])
+    digests.add_all([slot[i * ROW_BYTES : (i + 1) * ROW_BYTES] for i in range(0, 64, step)])
 
-    assert passes == [64 * ROW_BYTES]
+    assert sum(passes) == num_bytes
+    assert len(passes) == (1 if step == 1 else 22)
 
 
 @pytest.mark.parametrize("shift", range(9))

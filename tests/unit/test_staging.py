@@ -30,7 +30,7 @@ from vllm_bucketsync.layout import Manifest, aligned
 from vllm_bucketsync.messages import Abort, Aborted, Error, Metas
 from vllm_bucketsync.receiver import Receiver
 from vllm_bucketsync.retained import ReceiverMemory
-from vllm_bucketsync.sinks import Bucket
+from vllm_bucketsync.sinks import Bucket, Piece
 from vllm_bucketsync.staging import StagedSink, staged_if_asked
 from vllm_bucketsync.transport import arena
 
@@ -157,6 +157,35 @@ def test_what_did_not_come_whole_cannot_be_committed() -> None:
         sink.prepare()
     assert caught.value.name == "t5.columns"
     sink.release()
+
+
+def test_a_tensor_whose_last_fragment_is_missing_cannot_be_committed() -> None:
+    meta = metas_of({"a.rows": torch.zeros(8, 16)})[0]
+    sink = staged(LiveSink(Model(0, 2)))
+    sink.open(Manifest([meta]))
+    data = torch.zeros(200, dtype=torch.uint8)
+    sink.load(Bucket(seq=0, pieces=(Piece(index=0, meta=meta, first_byte=0, data=data),)))
+
+    with pytest.raises(MissingTensorError, match=r"56 bytes of 'a.rows' were not staged"):
+        sink.prepare()
+    sink.release()
+
+
+def test_the_memory_is_given_back_and_not_only_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+
+    def close(self: arena.Arena) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(arena.Arena, "close", close)
+    sink = staged(LiveSink(Model()))
+    sink.open(Manifest(metas_of({"a": torch.zeros(3, 4)})))
+    made = sink._arena
+
+    sink.release()
+    sink.release()
+
+    assert closed == [made]
 
 
 @pytest.mark.parametrize("verify", Verify)
