@@ -1,16 +1,16 @@
 """Digests of bytes, computed where they lie: the same number on a CPU as on a GPU.
 
 Bytes are cut into rows of ``ROW_BYTES``, the last one filled up with zeros. A row's eight-byte
-words are added up, each row's sum is multiplied by an odd number that belongs to its
-position, and all of that is added up, with the length; everything modulo 2**64. So the
-data is read once, by torch's own reduction, and what follows is a 32nd of it.
+words are added up; the sum of the last row counts once, that of the one before three times,
+then five times, and so on; all of that is added up, with the length; everything modulo
+2**64. So the data is read once, by torch's own reduction, and what follows (two running
+sums) is a 32nd of it.
 
 What it finds: any change within one word, and so every single flipped bit, for certain:
 it changes the sum of one row by less than 2**64, and an odd factor cannot make that
-vanish. Rows in another order, other lengths, old bytes in place of new ones, zeros: but
-for a chance of about one in 2**64. What it does not find: words in another order within
-one row, and changes in one row that cancel each other. It is no cryptographic hash:
-whoever wants to deceive it can.
+vanish. Rows in another order, other lengths, old bytes in place of new ones, zeros: all
+but always. What it does not find: words in another order within one row, and changes
+that cancel each other. It is no cryptographic hash: whoever wants to deceive it can.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from .messages import DIGEST_BYTES
 
 ROW_BYTES = 256
 _WORD_BYTES = 8
-# The golden ratio's bits, as torch takes them: neighbours get factors far apart.
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class Digests:
@@ -167,16 +165,22 @@ def _combine(
 ) -> list[int]:
     """Return the digests of a device's stretches, given as (number of rows, bytes)."""
     sizes = [size for _, size in stretches]
-    num_rows = sum(count for count, _ in stretches)
-    if not num_rows:
+    if not rows:
         return sizes
     counts = torch.tensor([count for count, _ in stretches])
     ends = counts.cumsum(0)
-    starts, counts, ends = (one.to(device) for one in (ends - counts, counts, ends))
-    positions = torch.arange(num_rows, device=device)
-    positions -= torch.repeat_interleave(starts, counts, output_size=num_rows)
-    weighted = torch.cat(list(rows)) * ((positions + 1) * _FACTOR | 1)
-    # Sums from the first row of all on; their differences are those of each stretch.
-    sums = torch.nn.functional.pad(weighted.cumsum(0), (1, 0))
-    found = sums[ends] - sums[starts] + torch.tensor(sizes, device=device)
+    counts, starts, ends = (one.to(device) for one in (counts, ends - counts, ends))
+    sums = torch.cat(list(rows)).cumsum(0)
+    before = _up_to(sums, starts)
+    total = _up_to(sums, ends) - before
+    # The sum of the running sums within a stretch has its last row once, the one before
+    # twice, and so on.
+    ramps = sums.cumsum(0)
+    ramp = _up_to(ramps, ends) - _up_to(ramps, starts) - counts * before
+    found = 2 * ramp - total + torch.tensor(sizes, device=device)
     return [int(one) for one in found.tolist()]
+
+
+def _up_to(sums: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return running sums up to, and without, some rows."""
+    return torch.where(ends > 0, sums[(ends - 1).clamp(min=0)], 0)

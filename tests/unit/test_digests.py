@@ -12,18 +12,17 @@ from vllm_bucketsync import digests as module
 from vllm_bucketsync.digests import ROW_BYTES, Digests, digest, packed, unpacked
 
 MASK = (1 << 64) - 1
-KNOWN = 241889311233698116
+KNOWN = -5743030351973277660
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 511, 512, 4096, 4099, 70_001]
 
 
 def oracle(data: bytes) -> int:
     """Return the digest as the module's docstring defines it, without torch."""
-    total = len(data)
+    total, num_rows = len(data), -(-len(data) // ROW_BYTES)
     for row in range(0, len(data), ROW_BYTES):
         words = data[row : row + ROW_BYTES].ljust(ROW_BYTES, b"\0")
         row_sum = sum(int.from_bytes(words[i : i + 8], "little") for i in range(0, ROW_BYTES, 8))
-        factor = (row // ROW_BYTES + 1) * 0x9E3779B97F4A7C15 | 1
-        total += row_sum * factor
+        total += row_sum * (2 * (num_rows - row // ROW_BYTES) - 1)
     return total & MASK
 
 
