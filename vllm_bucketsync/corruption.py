@@ -12,7 +12,7 @@ _MASK = (1 << 64) - 1
 
 def check_arrived(
     bucket: Bucket, digests: bytes, *, transport: str, num_buckets: int | None
-) -> int:
+) -> tuple[int, ...]:
     """Compare a bucket with what its sender says of it.
 
     Reads it once, where it lies, and waits for that.
@@ -24,7 +24,7 @@ def check_arrived(
         num_buckets: How many there are; ``None`` where that is not known.
 
     Returns:
-        The bytes that were compared.
+        The pieces' digests.
 
     Raises:
         CorruptionError: A byte is another. Nothing was loaded.
@@ -37,7 +37,8 @@ def check_arrived(
         )
     found = Digests()
     found.add_all([piece.data for piece in bucket.pieces])
-    for piece, sent, got in zip(bucket.pieces, unpacked(digests), found.take(), strict=True):
+    taken = tuple(found.take())
+    for piece, sent, got in zip(bucket.pieces, unpacked(digests), taken, strict=True):
         if sent != got:
             end = piece.first_byte + piece.data.numel()
             of_all = "" if num_buckets is None else f" of {num_buckets}"
@@ -54,4 +55,4 @@ def check_arrived(
                 bucket=bucket.seq,
                 transport=transport,
             )
-    return sum(piece.data.numel() for piece in bucket.pieces)
+    return taken

@@ -23,6 +23,8 @@ import torch
 
 from .messages import DIGEST_BYTES
 
+# By address and number of bytes.
+KnownDigests = dict[tuple[int, int], int]
 ROW_BYTES = 256
 _WORD_BYTES = 8
 

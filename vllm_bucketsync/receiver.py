@@ -85,7 +85,7 @@ class Receiver:
         self._manifest: Manifest | None = None
         self._arrivals: Arrivals | None = None
         self._kept: KeptBuckets | None = None
-        self._num_verified = 0
+        self._verified_bytes = 0
         self._load_s = 0.0
         self._begin_s = time.monotonic()
         self.was_torn = memory.is_torn
@@ -244,12 +244,13 @@ class Receiver:
             if kept is not None:
                 kept[batch.seq, batch.region] = bucket
         if opened.verify is Verify.DIGEST:
-            self._num_verified += check_arrived(
+            bucket.digests = check_arrived(
                 bucket,
                 batch.digests,
                 transport=opened.transport,
                 num_buckets=arrivals.num_buckets,
             )
+            self._verified_bytes += sum(piece.data.numel() for piece in bucket.pieces)
         sink.load(bucket)
         return Ack(seq=batch.seq)
 
@@ -279,7 +280,7 @@ class Receiver:
         return Done(
             split=report.split,
             staged=report.staged,
-            checked=structs.replace(report.checked, arrived_bytes=self._num_verified),
+            checked=structs.replace(report.checked, arrived_bytes=self._verified_bytes),
             cloned_bytes=report.cloned_bytes,
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],

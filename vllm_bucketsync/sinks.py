@@ -14,6 +14,7 @@ import torch
 
 from .boxes import Box, cut
 from .copies import view
+from .digests import KnownDigests
 from .errors import EngineState
 from .layout import Manifest, TensorMeta
 from .messages import Checked, LoadSplit, Staged
@@ -86,12 +87,21 @@ class Bucket:
         pieces: Its tensors and fragments, in order.
         is_kept: Whether the same object comes again.
         prepared: Whatever the sink has made ready for this bucket, or ``None``.
+        digests: Of each piece's bytes, this time; empty where nothing is verified.
     """
 
     seq: int
     pieces: tuple[Piece, ...]
     is_kept: bool = False
     prepared: object = None
+    digests: tuple[int, ...] = ()
+
+    def known_digests(self) -> KnownDigests:
+        """Return the pieces' digests by where they lie, for whoever verifies copies of them."""
+        return {
+            (piece.data.data_ptr(), piece.data.numel()): digest
+            for piece, digest in zip(self.pieces, self.digests, strict=bool(self.digests))
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

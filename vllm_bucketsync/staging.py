@@ -127,6 +127,7 @@ class StagedSink:
     def load(self, bucket: Bucket) -> None:
         """Copy what this rank needs of a bucket; the model is not touched."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        known = bucket.known_digests()
         for piece in bucket.pieces:
             for place in self._places.get(piece.index, ()):
                 for to, data in self._shares(piece, place):
@@ -134,7 +135,11 @@ class StagedSink:
                     self._left[piece.index] -= data.nbytes
                     if self._proof is not None:
                         self._proof.note(
-                            f"the staged {piece.meta.name}", to, source=piece.meta.name, data=data
+                            f"the staged {piece.meta.name}",
+                            to,
+                            source=piece.meta.name,
+                            data=data,
+                            known=known,
                         )
         CopyBatch(pairs).run()
         if self._proof is not None:

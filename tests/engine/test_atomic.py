@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from support.bytes_of import bytes_of
-from support.pushes import Warm, load_all, metas_of
+from support.nursery import Nursery
+from support.pushes import Failing, Warm, load_all, metas_of
+from support.trainer_process import push_checkpoint
 from support.worlds import World
 
 # After the engines, whose environment vLLM reads when it is imported.
@@ -23,27 +31,7 @@ from vllm_bucketsync.worker.memory import WeightMemory
 
 two_kinds = pytest.mark.parametrize("world", ["qwen3_tied", "qwen3_moe"], indirect=True)
 CPU = torch.device("cpu")
-
-
-class Failing(Mapping[str, torch.Tensor]):
-    """A state dict that is whole when it is looked at, and fails while it is read."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], *, after: int) -> None:
-        self._tensors = tensors
-        # Each is looked at once to be described.
-        self._left = len(tensors) + after
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if not self._left:
-            raise ConnectionError("a rank is gone")
-        self._left -= 1
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+NUM_DEATHS = 25
 
 
 @two_kinds
@@ -149,6 +137,42 @@ def test_what_does_not_fit_the_model_or_the_memory_is_refused_before_a_byte(
                 sync.push(world.tensors(1), version=1, atomic=True, dry_run=dry_run)
             assert caught.value.engine_state == "unchanged"
         assert world.live() == before
+
+
+@two_kinds
+def test_a_trainer_that_is_killed_at_any_moment_leaves_a_real_engine_whole(
+    world: World, checkpoint: Callable[[str, int], Path]
+) -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")  # noqa: T201 - pytest shows it with a failure
+    rng = random.Random(seed)  # noqa: S311 - moments, not secrets
+    holds, seconds, outcomes = 0, 0.0, set()
+    with WeightSync(world.llm) as sync:
+        sync.push(world.tensors(holds), version=holds)
+    # Short, as the path of a socket has to be.
+    with Nursery() as nursery, TemporaryDirectory(dir="/dev/shm") as directory:
+        for turn in range(NUM_DEATHS):
+            new = 1 - holds
+            trainer = nursery.fork(push_checkpoint, str(checkpoint(world.kind, new)), directory)
+            begin_s = time.monotonic()
+            _, (offer,) = trainer.receive()
+            # The first is not disturbed, and tells how long one takes.
+            due_s = 1.1 * rng.random() * seconds if turn else 30.0
+            killer = threading.Timer(due_s, trainer.kill)
+            killer.start()
+            result = world.worker.update_weights_from_bucket(offer)
+            seconds = seconds or time.monotonic() - begin_s
+            killer.cancel()
+            killer.join()
+            trainer.end()
+
+            assert result["state"] in {"committed", "unchanged"}
+            assert not result["is_torn"]
+            holds = new if result["state"] == "committed" else holds
+            outcomes.add(result["state"])
+            world.holds(holds)
+    world.worker.bucketsync_release()
+    assert outcomes == {"committed", "unchanged"}
 
 
 @pytest.mark.parametrize("world", ["qwen3_tied"], indirect=True)

@@ -14,6 +14,7 @@ import secrets
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.process import BaseProcess
@@ -127,5 +128,7 @@ def _live(path: str, act: Callable[..., None], args: tuple[Any, ...]) -> None:
     except (EOFError, ConnectionError):
         # Whoever asked is gone.
         pass
+    except BaseException:  # noqa: BLE001 - it ends here, and pytest shows what it said
+        traceback.print_exc()
     finally:
         os._exit(code)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_bucketsync.digests import Digests, digest
 from vllm_bucketsync.errors import VerifyError
 from vllm_bucketsync.proofs import Proof, seal_all
+from vllm_bucketsync.tensors import byte_view
 
 
 def noted(to: torch.Tensor, data: torch.Tensor, *, name: str = "engine.weight") -> Proof:
@@ -92,3 +94,45 @@ def test_proofs_are_sealed_together_and_checked_as_one() -> None:
 
     with pytest.raises(VerifyError, match=r"p2 does not.*1 of 4 parts"):
         together.check(state="x")
+
+
+def test_what_is_known_of_a_source_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randn(300)
+    known = {(data.data_ptr(), data.nbytes): digest(byte_view(data))}
+    live = data.clone()
+    others = {"part": data[:40], "every other": data[::2], "cast": data}
+    targets = [data[:40].clone(), data[::2].clone(), data.bfloat16()]
+    read: list[int] = []
+    add = Digests.add
+
+    def counted(self: Digests, stretch: torch.Tensor) -> None:
+        read.append(stretch.numel())
+        add(self, stretch)
+
+    proof = Proof()
+    with monkeypatch.context() as patch:
+        patch.setattr(Digests, "add", counted)
+        proof.note("whole", live, source="s", data=data, known=known)
+        assert read == []
+        for (name, part), to in zip(others.items(), targets, strict=True):
+            proof.note(name, to, source="s", data=part, known=known)
+        assert read == [160, 600, 600]
+    proof.seal()
+    proof.check(state="x")
+
+    for name, to in {"whole": live, "part": targets[0], "every other": targets[1]}.items():
+        to[7] += 1
+        with pytest.raises(VerifyError, match=f"^{name} does not"):
+            proof.check(state="x")
+        to[7] = data[14] if name == "every other" else data[7]
+
+
+def test_what_is_known_of_other_bytes_is_found_out() -> None:
+    data = torch.randn(300)
+    proof = Proof()
+    known = {(data.data_ptr(), data.nbytes): 1}
+    proof.note("whole", data.clone(), source="s", data=data, known=known)
+    proof.seal()
+
+    with pytest.raises(VerifyError):
+        proof.check(state="x")

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..digests import KnownDigests
 from ..messages import MAX_NOTES, Checked
 from ..proofs import Proof, seal_all
+from ..sinks import Bucket
 from .plan import PlannedModule
 
 _TORN = "part of the update may be in the model"
@@ -45,16 +47,23 @@ class Proofs:
     def __init__(self) -> None:
         self._direct: dict[PlannedModule, Proof] = defaultdict(Proof)
         self._aside: dict[PlannedModule, Proof] = defaultdict(Proof)
+        self._known: KnownDigests = {}
         self._unchecked: dict[str, None] = {}
         self._num_direct = self._direct_bytes = 0
         self._num_processed = self._processed_bytes = 0
+
+    def begin(self, bucket: Bucket) -> None:
+        """Take note of what is known of a bucket that is about to be loaded."""
+        self._known = bucket.known_digests()
 
     def note_written(self, written: Sequence[Written]) -> None:
         """Take note of copies into live tensors; of modules that are processed, too."""
         for one in written:
             proofs = self._direct if one.planned.is_direct else self._aside
             name = _name(one.planned, one.leaf)
-            proofs[one.planned].note(name, one.to, source=one.source, data=one.data)
+            proofs[one.planned].note(
+                name, one.to, source=one.source, data=one.data, known=self._known
+            )
 
     def note_aside(
         self,
@@ -66,7 +75,8 @@ class Proofs:
         data: torch.Tensor,
     ) -> None:
         """Take note of a copy into a module's scratch; see ``Proof.note``."""
-        self._aside[planned].note(_name(planned, leaf), to, source=source, data=data)
+        name = _name(planned, leaf)
+        self._aside[planned].note(name, to, source=source, data=data, known=self._known)
 
     def note_unchecked(self, names: Iterable[str]) -> None:
         """Take note of tensors that nothing looks at."""

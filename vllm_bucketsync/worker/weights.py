@@ -142,6 +142,8 @@ class WeightSink:
             self._was_begun = True
             if self._check is not None:
                 self._check.keep(bucket.pieces)
+            if self._proofs is not None:
+                self._proofs.begin(bucket)
             pieces = self._load_by_plan(bucket)
             if pieces:
                 self._load_by_loaders(pieces)
