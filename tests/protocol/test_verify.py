@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.bytes_of import bytes_of
 from support.fake_engine import FakeEngine
 from support.gpu_trainer import hashes_of, many_tensors
+from support.thread_engine import KeepingSink, ThreadEngine
 
 from vllm_bucketsync import ConfigError, CorruptionError, WeightSync
 from vllm_bucketsync.packing import Packing
@@ -135,3 +138,30 @@ def test_a_word_that_is_no_way_to_verify_is_refused(engine: FakeEngine, verify: 
             sync.push(TENSORS, version=1, verify=verify)
         with pytest.raises(ConfigError, match="expected one of none, digest"):
             sync.push_lora(({}, CONFIG), name="policy", version=1, verify=verify)
+
+
+@pytest.mark.parametrize("verify", ["none", "digest"])
+def test_a_slot_is_not_refilled_before_the_slowest_of_four_workers_has_read_it(verify: str) -> None:
+    made: list[KeepingSink] = []
+
+    def lag(call: str, _pieces: object) -> None:
+        if call == "load":
+            time.sleep(0.05)
+
+    def make() -> KeepingSink:
+        # One of the four lags behind with every bucket.
+        made.append(KeepingSink(lag if not made else None))
+        return made[-1]
+
+    tensors = {f"t{i}": torch.full((1024,), i, dtype=torch.uint8) for i in range(8)}
+    engine = ThreadEngine(num_workers=4, make=make)
+    with WeightSync(engine, slot_size=1024, num_slots=2) as sync:
+        sync.push(tensors, version=1, verify=verify)
+    engine.close()
+
+    assert len(made) == 4
+    for sink in made:
+        assert sink.calls.count("load") == 8
+        assert {name: bytes_of(one) for name, one in sink.tensors.items()} == {
+            name: bytes_of(one) for name, one in tensors.items()
+        }
