@@ -54,6 +54,24 @@ def test_an_atomic_push_comes_to_the_same_as_any_other(world: World) -> None:
     assert world.addresses() == addresses
 
 
+@pytest.mark.parametrize("world", ["qwen3_tied"], indirect=True)
+def test_what_goes_nowhere_is_sent_and_not_staged(world: World) -> None:
+    with WeightSync(world.llm) as sync:
+        for seed in (1, 0):
+            tensors = world.tensors(seed)
+            head = tensors["model.embed_tokens.weight"]
+
+            report = sync.push(
+                tensors | {"lm_head.weight": head}, version=seed, atomic=True, verify="digest"
+            )
+
+            world.holds(seed)
+            assert report.skipped == ("lm_head.weight",)
+            sizes = [tensor.nbytes for tensor in tensors.values()]
+            assert sum(sizes) <= report.workers[0].staged_bytes <= sum(sizes) + 256 * len(sizes)
+            assert report.workers[0].verified_bytes == sum(sizes) + head.nbytes
+
+
 @two_kinds
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
 def test_an_atomic_push_that_fails_on_the_way_changes_nothing(world: World, part: float) -> None:

@@ -134,10 +134,13 @@ def test_a_bit_that_flips_in_a_module_that_is_put_together_is_found_before_it_is
         run(self, targets)
         next(iter(targets.values())).view(-1)[:1].view(torch.uint8)[2] ^= 4
 
+    def process(*of: object) -> None:
+        processed.append(of)
+
     with sync:
         with monkeypatch.context() as patch:
             patch.setattr(DeferredCopies, "run", flipping)
-            patch.setattr("vllm_bucketsync.worker.layerwise.process", processed.append)
+            patch.setattr("vllm_bucketsync.worker.layerwise.process", process)
             with pytest.raises(VerifyError, match="does not hold what was sent") as caught:
                 sync.push(world.tensors(1), version=1, verify="digest")
         assert processed == []
