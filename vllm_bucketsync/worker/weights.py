@@ -83,7 +83,7 @@ class WeightSink:
         self._loaders: Loaders | None = None
         self._check: Check | None = None
         self._notes: list[str] = []
-        self._unwanted: frozenset[int] = frozenset()
+        self._manifest = Manifest([])
 
     @property
     def record(self) -> LoadRecord | None:
@@ -96,7 +96,7 @@ class WeightSink:
         Nothing of a tensor that goes nowhere, and all of what vLLM's own loaders take.
         Called once ``open`` has taken a declared manifest.
         """
-        if index in self._unwanted:
+        if self._manifest.metas[index].name in self._skipped():
             return ()
         replay = self._replay
         if replay is None or self._check is not None or index in replay.plan.by_loaders:
@@ -253,8 +253,7 @@ class WeightSink:
         self._result = result
         problems.raise_problems(result.problems, state=_NOTHING)
         self._is_declared = True
-        skipped = result.record.skipped
-        self._unwanted = frozenset(i for i, m in enumerate(manifest.metas) if m.name in skipped)
+        self._manifest = manifest
         if result.plan is not None and self._mode is not PlanMode.OFF:
             self._replay = Replay(result.plan, proofs=self._proofs)
             if self._mode is PlanMode.CHECK:
