@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .clients.base import PauseMode
-from .errors import ConfigError, utf8
+from .config import Verify
+from .errors import ConfigError, SourceError, utf8
 from .handles import MAX_SHORT_CHARS
 from .messages import MAX_PATTERNS, MAX_VERSION_CHARS
+from .sources import Source
 
 
 def check_patterns(partial: Sequence[str]) -> tuple[str, ...]:
@@ -64,3 +66,26 @@ def check_pause(pause: str) -> PauseMode:
         raise ConfigError(
             f"pause is {pause!r}; expected one of {', '.join(PauseMode)}; they are vLLM's words"
         ) from None
+
+
+def check_verify(verify: str) -> Verify:
+    """Return what is to be verified, or raise ``ConfigError``."""
+    try:
+        return Verify(verify)
+    except ValueError:
+        raise ConfigError(f"verify is {verify!r}; expected one of {', '.join(Verify)}") from None
+
+
+def check_declared(source: Source) -> None:
+    """Refuse a stream for an atomic update: room is made before the first tensor is asked for.
+
+    Raises:
+        SourceError: The source does not say in advance what it holds. It is closed.
+    """
+    if source.declared is None:
+        source.close()
+        raise SourceError(
+            "atomic=True needs to know every name, dtype and shape in advance, and the source is "
+            "an iterator, which tells them one by one; nothing was asked for; pass the module, "
+            "its state_dict, a list of (name, tensor) or a checkpoint, or push without atomic"
+        )

@@ -53,6 +53,11 @@ class Arrivals:
         self.num_tensors = 0
         self.num_bytes = 0
 
+    @property
+    def num_buckets(self) -> int | None:
+        """How many buckets were planned; ``None`` where nothing was."""
+        return None if self._plan is None else len(self._plan.buckets)
+
     def deviate(self, index: int) -> None:
         """Forget what the manifest says from tensor ``index`` on.
 

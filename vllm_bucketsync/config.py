@@ -152,6 +152,18 @@ class PlanMode(StrEnum):
         return cls(text)
 
 
+class Verify(StrEnum):
+    """How an update is checked, beyond what always is.
+
+    Attributes:
+        NONE: Not at all.
+        DIGEST: Every byte that arrives, and every tensor that is filled by plan, by digests.
+    """
+
+    NONE = "none"
+    DIGEST = "digest"
+
+
 def api_key_from_env(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the key of vLLM's servers that the environment has; ``None`` where it has none.
 

@@ -333,6 +333,6 @@ def _divides(num_bytes: int, move: _Move) -> bool:
 
 def _flat(tensor: torch.Tensor, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
     """View ``num_bytes`` from a tensor's first element on as elements of ``dtype``."""
-    plain = tensor.detach().reshape(-1)[:0].view(torch.uint8)
+    plain = tensor.detach().as_strided((0,), (1,)).view(torch.uint8)
     first_byte = tensor.storage_offset() * tensor.itemsize
     return plain.as_strided((num_bytes,), (1,), first_byte).view(dtype)

@@ -157,6 +157,59 @@ class RegionError(TransportError, OSError):
     code = "region"
 
 
+class CorruptionError(TransportError, OSError):
+    """Bytes arrived that are not those that were sent; ``verify`` found it.
+
+    Attributes:
+        name: The tensor.
+        first_byte: Where the damaged stretch begins within the tensor.
+        num_bytes: Its length.
+        bucket: Which bucket carried it, counted from 0.
+        transport: What carried the bucket.
+    """
+
+    code = "corruption"
+    fields = ("name", "first_byte", "num_bytes", "bucket", "transport")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        name: str = "",
+        first_byte: int = 0,
+        num_bytes: int = 0,
+        bucket: int = 0,
+        transport: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.first_byte = first_byte
+        self.num_bytes = num_bytes
+        self.bucket = bucket
+        self.transport = transport
+
+
+class StagingError(BucketSyncError, RuntimeError):
+    """A worker has no room to stage an atomic update; nothing was sent.
+
+    Attributes:
+        needed_bytes: What this worker's part of the update takes.
+        device_bytes: What its device could give, the margin taken off; 0 for a CPU.
+        host_bytes: What the host could give this worker, the margin taken off.
+    """
+
+    code = "staging"
+    fields = ("needed_bytes", "device_bytes", "host_bytes")
+
+    def __init__(
+        self, message: str, *, needed_bytes: int, device_bytes: int, host_bytes: int
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.device_bytes = device_bytes
+        self.host_bytes = host_bytes
+
+
 class ProtocolError(BucketSyncError, RuntimeError):
     """The order or the form of the messages was broken; see its two subclasses."""
 
@@ -216,6 +269,34 @@ class PlanError(LoadError):
     """Loading by plan and by vLLM's own loaders came to different bytes."""
 
     code = "plan"
+
+
+class VerifyError(LoadError):
+    """A tensor of the engine did not take the value that was sent; ``verify`` found it."""
+
+    code = "verify"
+
+
+class ApplyError(LoadError):
+    """An atomic update was complete on every worker, and a worker failed to apply it.
+
+    Attributes:
+        cause: The code of the error that it failed with.
+    """
+
+    code = "apply"
+    fields = ("name", "problems", "cause")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        name: str | None = None,
+        problems: Sequence[str] = (),
+        cause: str = "",
+    ) -> None:
+        super().__init__(message, name=name, problems=problems)
+        self.cause = cause
 
 
 class TensorMismatchError(LoadError):

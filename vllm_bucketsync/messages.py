@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from .config import Verify
 from .errors import EngineState, RemoteProtocolError
 from .handles import MAX_REGIONS, Count, Handle, ShortText, Text
 from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, Placed, TensorMeta
@@ -27,6 +28,8 @@ MAX_CONFIG_CHARS = 1024 * 1024
 MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTER_ID = (1 << 31) - 1
 MAX_NOTES = 64
+# Of one entry of a bucket, see ``digests``.
+DIGEST_BYTES = 8
 MAX_PATTERNS = 1024
 MAX_STAGES = 64
 MAX_TENSORS = 1 << 26
@@ -143,6 +146,8 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
             adapter's module names that may go nowhere.
         adapter: What the adapter is; ``None`` for any other kind.
         is_traced: The report is to say when each thing happened.
+        is_atomic: Nothing of the model may change before the commit.
+        verify: What is checked; with ``digest`` every batch carries digests.
     """
 
     update_id: ShortText
@@ -160,6 +165,8 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     partial: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
     adapter: AdapterSpec | None = None
     is_traced: bool = False
+    is_atomic: bool = False
+    verify: Verify = Verify.NONE
 
 
 class Metas(Command, frozen=True, kw_only=True, tag="metas"):
@@ -197,12 +204,14 @@ class Batch(Command, frozen=True, kw_only=True, tag="batch"):
         entries: Its tensors; ``None`` where both ends planned the same.
         metas: What a stream had to say of the tensors that begin in it; ``()`` for
             those that the manifest names.
+        digests: ``DIGEST_BYTES`` for each entry, in order; empty where nothing is verified.
     """
 
     seq: Count
     region: Count
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
     metas: Annotated[tuple[TensorMeta, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
+    digests: Annotated[bytes, msgspec.Meta(max_length=MAX_ENTRIES * DIGEST_BYTES)] = b""
 
 
 class Ack(Reply, frozen=True, kw_only=True, tag="ack"):
@@ -275,11 +284,47 @@ class LoadSplit(msgspec.Struct, frozen=True, kw_only=True):
     process_s: float = 0.0
 
 
+class Staged(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an atomic update waited for its commit.
+
+    Attributes:
+        num_bytes: What this worker's part of it took.
+        place: The device, or the kind of host memory; empty where nothing was staged.
+    """
+
+    num_bytes: Count = 0
+    place: ShortText = ""
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``verify`` looked at, and found good.
+
+    Attributes:
+        arrived_bytes: Bytes that arrived as they were sent.
+        num_direct: Modules written in place whose live tensors hold what was sent.
+        direct_bytes: Bytes of those tensors.
+        num_processed: Modules that held what was sent when post-processing began.
+        processed_bytes: Bytes of their tensors.
+        num_unchecked: Tensors that vLLM's own loaders took, and nothing looked at.
+        unchecked: Names of the first of these.
+    """
+
+    arrived_bytes: Count = 0
+    num_direct: Count = 0
+    direct_bytes: Count = 0
+    num_processed: Count = 0
+    processed_bytes: Count = 0
+    num_unchecked: Count = 0
+    unchecked: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
+
+
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
     """The new weights are in use.
 
     Attributes:
         split: Which ways they took.
+        staged: Where an atomic update waited.
+        checked: What was verified.
         cloned_bytes: Bytes that had to be copied aside while loading.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
@@ -289,6 +334,8 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
     """
 
     split: LoadSplit = LoadSplit()
+    staged: Staged = Staged()
+    checked: Checked = Checked()
     cloned_bytes: Count = 0
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
     notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()

@@ -7,10 +7,12 @@ acknowledged it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from .config import Verify
+from .digests import Digests, packed
 from .errors import SourceError
 from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Command, Deviate
@@ -34,6 +36,7 @@ class Packing:
         *,
         manifest: Manifest | None,
         slots: Slots,
+        verify: Verify = Verify.NONE,
         timeline: Timeline | None = None,
     ) -> None:
         """Begin with an empty bucket.
@@ -43,6 +46,7 @@ class Packing:
             manifest: What both ends already know of them: all of it for a declared
                 source, what the last stream was for another, or nothing.
             slots: The shared memory to pack into.
+            verify: Whether each bucket is announced with digests of what was packed.
             timeline: Where it is kept when each bucket was packed.
         """
         self._source = source
@@ -50,6 +54,7 @@ class Packing:
         self._slots = slots
         self._timeline = Timeline() if timeline is None else timeline
         self._begin_ns = 0
+        self._digests = Digests() if verify is Verify.DIGEST else None
         self._is_planned = manifest is not None
         self._sent: list[TensorMeta] = []
         self._entries: list[Entry] = []
@@ -87,13 +92,14 @@ class Packing:
                     continue
                 self._put(entry, meta)
                 end_byte = entry.first_byte + entry.num_bytes
-                self._slots.write(
-                    self.num_batches, entry.offset_bytes, data[entry.first_byte : end_byte]
-                )
+                part = data[entry.first_byte : end_byte]
+                if self._digests is not None:
+                    self._digests.add(part)
+                self._slots.write(self.num_batches, entry.offset_bytes, part)
             self.num_tensors += 1
             self.num_bytes += meta.num_bytes
             # The source may need the memory for the next tensor.
-            del tensor, data
+            del tensor, data, part
         if self._is_planned and self.num_tensors < len(self._manifest or ()):
             # First: the last bucket is less than the one that was planned.
             yield [self._leave_manifest(self.num_tensors)]
@@ -112,10 +118,16 @@ class Packing:
         for seq, entries in enumerate(plan.buckets):
             yield from self._wait_for_slot(num_acks)
             if plan.is_placed[seq] and placed is not None:
+                if self._digests is not None:
+                    here = ready(entries[0].index, entries[-1].index + 1)
+                    _add_digests(self._digests, entries, here)
+                    del here
                 self._advance(plan, seq)
                 yield [self._end_bucket(region=placed.region)]
                 continue
             tensors = ready(entries[0].index, entries[-1].index + 1)
+            if self._digests is not None:
+                _add_digests(self._digests, entries, tensors)
             self._slots.fill(seq, manifest, tensors, devices=self._source.devices)
             # Whose the memory is may change it as soon as everything is sent.
             del tensors
@@ -183,6 +195,7 @@ class Packing:
             region=region,
             entries=None if self._is_planned else tuple(self._entries),
             metas=tuple(self._metas),
+            digests=b"" if self._digests is None else packed(self._digests.take()),
         )
         self.num_batches += 1
         self._entries, self._metas = [], []
@@ -208,3 +221,12 @@ class Packing:
             # The source may need the memory for the next tensor.
             del item
             begin_ns = self._timeline.now()
+
+
+def _add_digests(
+    digests: Digests, entries: Sequence[Entry], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Digest what a bucket is to hold, where it lies."""
+    for entry, tensor in zip(entries, tensors, strict=True):
+        end_byte = entry.first_byte + entry.num_bytes
+        digests.add(byte_view(tensor)[entry.first_byte : end_byte])

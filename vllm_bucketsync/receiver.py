@@ -11,8 +11,11 @@ import logging
 from collections.abc import Callable
 
 import torch
+from msgspec import structs
 
 from .arrivals import Arrivals, check_manifest
+from .config import Verify
+from .corruption import check_arrived
 from .errors import (
     BucketSyncError,
     EngineState,
@@ -104,6 +107,7 @@ class Receiver:
         self._arrivals: Arrivals | None = None
         self._kept: KeptBuckets | None = None
         self._timeline = Timeline(WAITING)
+        self._verified_bytes = 0
         self.was_torn = memory.is_torn
         self.num_tensors = 0
         self.num_bytes = 0
@@ -207,6 +211,10 @@ class Receiver:
             raise RemoteProtocolError("places came without a declared manifest, or without region")
         if self.opened is not None and _promise(command) != _promise(self.opened):
             raise RemoteProtocolError("another offer for this update promises something else")
+        if command.is_atomic and not (command.is_declared and command.kind == "weights"):
+            raise RemoteProtocolError(
+                f"an atomic update of {command.kind} came without a declared manifest"
+            )
         self.opened = command
         self._metas = []
         return self._begin() if not command.num_metas else []
@@ -266,6 +274,14 @@ class Receiver:
             bucket = Bucket(seq=batch.seq, pieces=pieces, is_kept=kept is not None)
             if kept is not None:
                 kept[batch.seq, batch.region] = bucket
+        if opened.verify is Verify.DIGEST:
+            bucket.digests = check_arrived(
+                bucket,
+                batch.digests,
+                transport=opened.transport,
+                num_buckets=arrivals.num_buckets,
+            )
+            self._verified_bytes += sum(piece.data.numel() for piece in bucket.pieces)
         sink.load(bucket)
         return Ack(seq=batch.seq)
 
@@ -295,6 +311,8 @@ class Receiver:
             self._memory.is_torn = False
         return Done(
             split=report.split,
+            staged=report.staged,
+            checked=structs.replace(report.checked, arrived_bytes=self._verified_bytes),
             cloned_bytes=report.cloned_bytes,
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
@@ -343,4 +361,6 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.is_declared,
         opened.partial,
         opened.adapter,
+        opened.is_atomic,
+        opened.verify,
     )

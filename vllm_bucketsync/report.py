@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import asdict as asdict_of
 
 from .errors import LocalProtocolError
-from .messages import Done
+from .messages import Checked, Done
 from .sender import Sender
 from .slots import Slots
 from .timeline import WAITING
@@ -37,6 +37,16 @@ class WorkerReport:
             ``preparing``, ``committing``, and ``waiting`` for the sender.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         notes: Anything else that a user should read.
+        staged_bytes: What this worker's part of an atomic update took until the commit.
+        staged_on: Where: the device, or the kind of host memory; empty where nothing was.
+        verified_bytes: Bytes that ``verify`` saw arrive as they were sent.
+        num_direct_verified: Modules written in place whose live tensors were compared, after
+            everything was loaded and before the commit was voted for.
+        direct_verified_bytes: Bytes of those tensors.
+        num_processed_verified: Modules that were compared before their post-processing.
+        processed_verified_bytes: Bytes of their tensors.
+        num_unverified: Tensors that vLLM's own loaders took, and nothing compared.
+        unverified: Names of the first of these.
     """
 
     engine: int
@@ -56,6 +66,15 @@ class WorkerReport:
     stages_ms: dict[str, float]
     cloned_bytes: int
     notes: tuple[str, ...]
+    staged_bytes: int = 0
+    staged_on: str = ""
+    verified_bytes: int = 0
+    num_direct_verified: int = 0
+    direct_verified_bytes: int = 0
+    num_processed_verified: int = 0
+    processed_verified_bytes: int = 0
+    num_unverified: int = 0
+    unverified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +94,8 @@ class PushReport:
         transport_reason: Why that one.
         slot_size_bytes: Capacity of one slot; 0 where references are handed over.
         zero_copy_bytes: Bytes that workers read where they lay.
+        is_atomic: It was staged on every worker before any of them applied it.
+        verify: What was compared: ``none`` or ``digest``.
         skipped: Names that the engine has no place for and was allowed to skip.
         stages_ms: What each stage of the trainer took in all, in milliseconds:
             ``examining`` the source, ``greeting`` the workers, ``opening`` the memory,
@@ -98,6 +119,8 @@ class PushReport:
     skipped: tuple[str, ...]
     stages_ms: dict[str, float]
     workers: tuple[WorkerReport, ...]
+    is_atomic: bool = False
+    verify: str = "none"
 
     @property
     def num_workers(self) -> int:
@@ -184,6 +207,8 @@ def report_of(
         transport_reason=sender.route.choice.reason,
         slot_size_bytes=slots.slot_size_bytes,
         zero_copy_bytes=0 if sender.update.is_dry_run else slots.placed_bytes,
+        is_atomic=sender.update.is_atomic,
+        verify=str(sender.update.verify),
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         stages_ms=sender.timeline.stages_ms(),
         workers=tuple(
@@ -199,6 +224,9 @@ def report_of(
                 stages_ms=peer.done.stages_ms,
                 cloned_bytes=peer.done.cloned_bytes,
                 notes=peer.done.notes,
+                staged_bytes=peer.done.staged.num_bytes,
+                staged_on=peer.done.staged.place,
+                **_verified(peer.done.checked),
             )
             for peer in workers
             if peer.done is not None
@@ -208,3 +236,16 @@ def report_of(
 
 def _work_s(done: Done) -> float:
     return sum(ms for stage, ms in done.stages_ms.items() if stage != WAITING) / 1e3
+
+
+def _verified(checked: Checked) -> dict[str, Any]:
+    """Return what a worker verified, under a report's names."""
+    return {
+        "verified_bytes": checked.arrived_bytes,
+        "num_direct_verified": checked.num_direct,
+        "direct_verified_bytes": checked.direct_bytes,
+        "num_processed_verified": checked.num_processed,
+        "processed_verified_bytes": checked.processed_bytes,
+        "num_unverified": checked.num_unchecked,
+        "unverified": checked.unchecked,
+    }

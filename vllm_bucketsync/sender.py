@@ -326,7 +326,11 @@ class Sender:
             known = all(manifest.digest in hello.manifests for hello in hellos)
             manifest = manifest if known else None
         self.packing = Packing(
-            self.source, manifest=manifest, slots=self.slots, timeline=self.timeline
+            self.source,
+            manifest=manifest,
+            slots=self.slots,
+            timeline=self.timeline,
+            verify=self.update.verify,
         )
         for key, peer in self.peers.items():
             metas: Sequence[TensorMeta] = ()
@@ -348,6 +352,8 @@ class Sender:
                 partial=self.update.partial,
                 adapter=self.update.adapter,
                 is_traced=self.update.is_traced,
+                is_atomic=self.update.is_atomic,
+                verify=self.update.verify,
             )
             self._opened = opened
             self._send(key, opened)

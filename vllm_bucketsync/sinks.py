@@ -6,14 +6,18 @@ drives one sink through one update. A new capability is a new sink.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from .boxes import Box, cut
+from .copies import view
+from .digests import KnownDigests
 from .errors import EngineState
 from .layout import Manifest, TensorMeta
-from .messages import LoadSplit
+from .messages import Checked, LoadSplit, Staged
 from .timeline import Span
 
 
@@ -27,21 +31,47 @@ class Piece:
         first_byte: Where the fragment starts within the tensor.
         data: ``[num_bytes]``, uint8, on the region's device, contiguous. A view:
             valid until ``Sink.load`` returns. Clone what has to live longer.
+        box: The part of the tensor that ``data`` holds, packed, where it is no stretch of
+            its bytes. Only sinks that asked for parts get such.
     """
 
     index: int
     meta: TensorMeta
     first_byte: int
     data: torch.Tensor
+    box: Box | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of the tensor."""
-        return self.data.numel() == self.meta.num_bytes
+        """Whether this is all of the tensor, as it is."""
+        return self.box is None and self.data.numel() == self.meta.num_bytes
 
     def tensor(self) -> torch.Tensor:
         """Return the whole tensor in its own dtype and shape: a view of ``data``."""
         return self.data.view(getattr(torch, self.meta.dtype)).view(self.meta.shape)
+
+    def share(self, source: Box, target: Box) -> Iterator[tuple[torch.Tensor, Box]]:
+        """Find what of a copy this piece can do.
+
+        Args:
+            source: What is read of the tensor.
+            target: What is written, of the same shape.
+
+        Yields:
+            A view of ``data`` in the tensor's dtype, and the part of the target for it.
+        """
+        dtype = getattr(torch, self.meta.dtype)
+        data = self.data.view(dtype)
+        if self.box is not None:
+            if self.box == source:
+                yield data.view(source.shape), target
+            return
+        if self.is_whole:
+            yield view(data, source), target
+            return
+        first = self.first_byte // dtype.itemsize
+        for part, to in cut(source, target, first=first, end=first + data.numel()):
+            yield view(data, Box(part.offset - first, part.shape, part.strides)), to
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,12 +88,21 @@ class Bucket:
         pieces: Its tensors and fragments, in order.
         is_kept: Whether the same object comes again.
         prepared: Whatever the sink has made ready for this bucket, or ``None``.
+        digests: Of each piece's bytes, this time; empty where nothing is verified.
     """
 
     seq: int
     pieces: tuple[Piece, ...]
     is_kept: bool = False
     prepared: object = None
+    digests: tuple[int, ...] = ()
+
+    def known_digests(self) -> KnownDigests:
+        """Return the pieces' digests by where they lie, for whoever verifies copies of them."""
+        return {
+            (piece.data.data_ptr(), piece.data.numel()): digest
+            for piece, digest in zip(self.pieces, self.digests, strict=bool(self.digests))
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +111,8 @@ class SinkReport:
 
     Attributes:
         split: Which ways the weights took, and how long post-processing was.
+        staged: Where they waited for the commit.
+        checked: What was verified.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
@@ -79,6 +120,8 @@ class SinkReport:
     """
 
     split: LoadSplit = field(default_factory=LoadSplit)
+    staged: Staged = field(default_factory=Staged)
+    checked: Checked = field(default_factory=Checked)
     cloned_bytes: int = 0
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -49,3 +49,9 @@ def wait_for_trainer(devices: Iterable[torch.device]) -> None:
 
 def _nothing() -> None:
     """CUDA is not in use."""
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the current stream of ``device`` has nothing left to read."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()

@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .adapters import check_name, spec_of
-from .arguments import check_patterns, check_pause, check_trace, check_version, is_count
+from .arguments import (
+    check_declared,
+    check_patterns,
+    check_pause,
+    check_trace,
+    check_verify,
+    check_version,
+    is_count,
+)
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
 from .clients.words import in_words_of
-from .config import Settings
+from .config import Settings, Verify
 from .errors import (
     ConfigError,
     EngineUnreachableError,
@@ -109,6 +117,8 @@ class WeightSync(Keeper):
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
         zero_copy: bool = False,
+        atomic: bool = False,
+        verify: str = Verify.NONE,
         progress: Progress | None = None,
         trace: str | Path | None = None,
     ) -> PushReport:
@@ -137,6 +147,12 @@ class WeightSync(Keeper):
                 time. Your promise that this memory stays allocated until ``release()``
                 or ``close()``: call one of them before you move, free or offload it.
                 What cannot be read so goes through slots in the same update.
+            atomic: Keep the old weights until every worker of every engine has all of the
+                new ones, aside, in memory for as much again as its part of them. Any
+                failure before that leaves the old ones; one while they are applied is
+                torn. Needs a source that says in advance what it holds: no generator.
+            verify: ``digest`` compares digests of every bucket that arrives, and of every
+                tensor that is filled by plan, with those of what was sent; ``none`` does not.
             progress: Called with the bytes packed so far, and their total or ``None``.
             trace: A file for what each end did when, as Chrome trace JSON, for Perfetto
                 (https://ui.perfetto.dev). It is written when the update fails, too.
@@ -149,6 +165,8 @@ class WeightSync(Keeper):
             SourceError: The source cannot be sent.
             LoadError: The engine's model refused it: a name, a shape, something missing.
             UnsupportedError: The engine was started without the extension, or cannot do it.
+            StagingError: A worker has no room for an atomic update.
+            CorruptionError: A bucket did not arrive as it was sent; ``verify`` found it.
             EngineAsleepError: The engine's weights are asleep.
             EngineBusyError: Another update runs, or an earlier one cannot be cancelled.
             EngineUnreachableError: A server did not answer, or refused the key.
@@ -160,6 +178,7 @@ class WeightSync(Keeper):
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns, to = check_patterns(partial), check_trace(trace)
+            how = check_verify(verify)
             self._check_ready()
             opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
             sender = self._give(
@@ -169,6 +188,8 @@ class WeightSync(Keeper):
                 partial=patterns,
                 is_dry_run=dry_run,
                 is_zero_copy=zero_copy,
+                is_atomic=atomic,
+                verify=how,
                 timeline=timeline,
                 trace=to,
             )
@@ -186,6 +207,7 @@ class WeightSync(Keeper):
         dry_run: bool = False,
         pause: str = PauseMode.WAIT,
         resume_torn: bool = False,
+        verify: str = Verify.NONE,
         progress: Progress | None = None,
         trace: str | Path | None = None,
     ) -> AdapterReport:
@@ -207,6 +229,7 @@ class WeightSync(Keeper):
             dry_run: See ``push``.
             pause: See ``push``.
             resume_torn: See ``push``.
+            verify: ``digest`` compares digests of every bucket that arrives; see ``push``.
             progress: See ``push``.
             trace: See ``push``.
 
@@ -225,7 +248,7 @@ class WeightSync(Keeper):
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             to = check_trace(trace)
             patterns, text = check_patterns(partial), check_version(version)
-            called = check_name(name)
+            called, how = check_name(name), check_verify(verify)
             self._check_ready()
             opened, config = open_adapter(
                 adapter, adapter_name=adapter_name, rename=rename, recall=self._adapter_recall
@@ -237,6 +260,7 @@ class WeightSync(Keeper):
                 partial=patterns,
                 is_dry_run=dry_run,
                 kind="adapter",
+                verify=how,
                 adapter=spec_of(called, version=text, config=config),
                 timeline=timeline,
                 trace=to,
@@ -382,6 +406,8 @@ class WeightSync(Keeper):
         **what: Any,
     ) -> Sender:
         """Run one update of ``source``; ``what`` is the rest of an ``Update``."""
+        if what.get("is_atomic"):
+            check_declared(source)
         if is_dry_run and source.declared is None:
             source = read_metas(source)
         update = Update(

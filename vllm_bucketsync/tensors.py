@@ -48,7 +48,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         data = data.resolve_neg()
     if not data.is_contiguous():
         data = data.view(_SAME_SIZE.get(data.element_size(), data.dtype)).contiguous()
-    return data.view(-1).view(torch.uint8)
+    # A single element may have any stride, and counts as contiguous all the same.
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
 
 
 def meta_of(name: str, tensor: object, *, is_buffer: bool = False) -> TensorMeta:

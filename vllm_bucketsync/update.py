@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .config import Verify
 from .messages import AdapterSpec
 
 
@@ -33,6 +34,8 @@ class Update:
         adapter: What the adapter is; ``None`` for weights.
         is_dry_run: Stop when every worker is ready.
         is_traced: Workers are to say when each thing happened.
+        is_atomic: No model may change before every worker has everything.
+        verify: What is checked.
     """
 
     update_id: str
@@ -44,3 +47,5 @@ class Update:
     adapter: AdapterSpec | None = None
     is_dry_run: bool = False
     is_traced: bool = False
+    is_atomic: bool = False
+    verify: Verify = Verify.NONE

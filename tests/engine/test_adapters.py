@@ -28,7 +28,7 @@ from vllm_bucketsync import (
     SourceError,
     WeightSync,
 )
-from vllm_bucketsync.worker import compat
+from vllm_bucketsync.worker.lora import swap
 
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 SEEDS = (1, 2, 3)
@@ -493,7 +493,7 @@ def test_a_copy_to_the_device_that_fails_late_leaves_the_old_adapter(
         for error in late:
             raise error
 
-    monkeypatch.setattr(compat, "synchronise", synchronise)
+    monkeypatch.setattr(swap, "synchronise", synchronise)
     with pytest.raises(RemoteError, match="an illegal address") as caught:
         sync.push_lora(peft_model(2), name="policy", version=2)
 

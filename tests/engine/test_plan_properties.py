@@ -14,8 +14,9 @@ from support.toy_models import BY_LOADERS, Group, Spec, ToyModel
 
 import torch  # isort: skip
 
-from vllm_bucketsync.config import PlanMode
+from vllm_bucketsync.config import PlanMode, Verify
 from vllm_bucketsync.layout import Manifest
+from vllm_bucketsync.staging import StagedSink
 from vllm_bucketsync.worker import compat
 from vllm_bucketsync.worker.memory import WeightMemory
 from vllm_bucketsync.worker.weights import WeightSink
@@ -113,6 +114,39 @@ def test_updates_by_plan_are_those_of_the_loaders(
         plain = [s for s in by_plan.specs if s.kind not in BY_LOADERS and s.method != "Packing"]
         assert split.num_direct == (len(plain) if seed else 0)
     assert [one.data_ptr() for one in by_plan.parameters()] == addresses
+
+
+@settings(max_examples=30, deadline=None)
+@given(models(), st.sampled_from([512, 2048, 1 << 16]), st.sampled_from(Verify))
+def test_staged_updates_are_those_of_the_loaders_and_touch_nothing_before(
+    twins: tuple[ToyModel, ToyModel], slot_size_bytes: int, verify: Verify
+) -> None:
+    by_plan, by_loaders = twins
+    memory = WeightMemory()
+    worker, other = toy_models.worker_of(by_plan), toy_models.worker_of(by_loaders)
+
+    for seed in range(3):
+        sources = by_plan.sources(seed)
+        before = live(by_plan)
+        inner = WeightSink(worker, memory=memory, verify=verify)
+        sink = StagedSink(inner, device=worker.device, verify=verify)
+        sink.open(Manifest(metas_of(sources)))
+        load_all(sink, sources, slot_size_bytes=slot_size_bytes)
+        sink.prepare()
+        assert live(by_plan) == before
+        report = sink.commit()
+        sink.release()
+        push(WeightSink(other, mode=PlanMode.OFF), sources)
+
+        assert live(by_plan) == live(by_loaders)
+        # No more than this rank's part of a sharded source, as it is in the checkpoint.
+        wide = 4 * sum(one.numel() for one in by_plan.parameters())
+        num_places = sum(len(spec.sources) * max(spec.shape) + 1 for spec in by_plan.specs)
+        has_odd = any(spec.kind in BY_LOADERS for spec in by_plan.specs)
+        assert has_odd or report.staged.num_bytes <= wide + 256 * num_places
+        compared = report.checked.num_direct + report.checked.num_processed
+        num_odd = sum(spec.kind in BY_LOADERS for spec in by_plan.specs)
+        assert compared == (len(by_plan.specs) - num_odd if verify is Verify.DIGEST else 0)
 
 
 @settings(max_examples=25, deadline=None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.process_engines import EXTENSION, Holding, running_processes
+from support.pushes import Failing
 
 from vllm_bucketsync import (
     MissingTensorError,
@@ -123,6 +124,29 @@ def test_a_source_that_fails_half_way_leaves_a_torn_engine_that_the_next_push_me
         sync.push(tensors(stage, 1), version="whole")
         assert [status["is_torn"] for status in sync.status()] == [False] * len(stage.new.live)
         assert Holding.of(stage.llm) == stage.new
+
+
+def test_an_atomic_push_changes_every_rank_or_none(stage: Stage) -> None:
+    num_ranks = len(stage.new.live)
+    with WeightSync(stage.llm, slot_size=4096) as sync:
+        sync.push(tensors(stage, 0), version="old")
+        old = Holding.of(stage.llm)
+        new = tensors(stage, 1)
+        with pytest.raises(ConnectionError) as caught:
+            sync.push(Failing(new, after=len(new) // 2), version="half", atomic=True)
+        assert "unchanged" in caught.value.__notes__[-1]
+        assert Holding.of(stage.llm) == old
+        assert [one["is_torn"] for one in sync.status()] == [False] * num_ranks
+
+        report = sync.push(new, version="new", atomic=True, verify="digest")
+
+        assert Holding.of(stage.llm) == stage.new
+        # A sharded tensor waits in parts; what every rank has, on every rank.
+        staged = [one.staged_bytes for one in report.workers]
+        assert len(staged) == num_ranks
+        assert max(staged) < report.num_bytes * (1 if num_ranks == 1 else 0.7) + 256 * len(new)
+        assert [one.verified_bytes for one in report.workers] == [report.num_bytes] * num_ranks
+        assert [one.num_unverified for one in report.workers] == [0] * num_ranks
 
 
 def test_weights_change_between_waking_them_up_and_waking_the_cache_up(stage: Stage) -> None:

@@ -23,7 +23,9 @@ from vllm_bucketsync import serve
 from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, verdict
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
-from vllm_bucketsync.sinks import Bucket, DiscardSink, SinkReport
+from vllm_bucketsync.messages import Open
+from vllm_bucketsync.sinks import Bucket, DiscardSink, Sink, SinkReport
+from vllm_bucketsync.staging import staged_if_asked
 from vllm_bucketsync.transport.devices import uuid_of
 
 
@@ -38,6 +40,9 @@ class RecordingSink:
 
     def open(self, manifest: Manifest | None) -> None:
         self.manifest = manifest
+
+    def wanted(self, index: int) -> None:
+        """Want all of every tensor, where it is staged."""
 
     def deviate(self, index: int) -> None:
         pass
@@ -153,8 +158,12 @@ def _maker(sink: str) -> Any:
 def _work(pipe: Connection, rank: int, world_size: int, sink: str, device: str) -> None:
     make = _maker(sink)
     torch.set_num_threads(1)
+
+    def make_sink(opened: Open) -> Sink:
+        return staged_if_asked(make(), opened, device=torch.device(device), num_sharers=world_size)
+
     worker = serve.Worker(
-        make_sink=lambda opened: make(),
+        make_sink=make_sink,
         rank=rank,
         world_size=world_size,
         device=device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -112,6 +112,27 @@ def push(
 
 def _pairs(tensors: Tensors) -> list[tuple[str, torch.Tensor]]:
     return list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+
+
+class Failing(Mapping[str, torch.Tensor]):
+    """A state dict that is whole when it is looked at, and fails while it is read."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], *, after: int) -> None:
+        self._tensors = tensors
+        # Each is looked at once to be described.
+        self._left = len(tensors) + after
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if not self._left:
+            raise ConnectionError("a rank is gone")
+        self._left -= 1
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class Warm:

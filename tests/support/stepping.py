@@ -10,7 +10,7 @@ import torch
 from support.tensor_samples import bytes_tensor
 from support.thread_engine import KeepingSink
 
-from vllm_bucketsync.config import Settings
+from vllm_bucketsync.config import Settings, Verify
 from vllm_bucketsync.identity import HOST
 from vllm_bucketsync.layout import Manifest, TensorMeta
 from vllm_bucketsync.messages import (
@@ -143,7 +143,10 @@ def commands_of(
     """
     declared = manifest if is_declared else None
     packing = Packing(
-        Source(declared=declared, tensors=iter(pairs)), manifest=manifest, slots=slots
+        Source(declared=declared, tensors=iter(pairs)),
+        manifest=manifest,
+        slots=slots,
+        verify=changes.get("verify", Verify.NONE),
     )
     commands: list[Command] = [
         opening(slots, manifest=manifest, is_declared=is_declared, **changes)

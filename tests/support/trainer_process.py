@@ -58,6 +58,12 @@ class PipeEngine:
         pass
 
 
+def push_checkpoint(pipe: Connection, folder: str, directory: str) -> None:
+    """Be a trainer that pushes a checkpoint, all or nothing, through the given directory."""
+    with WeightSync(PipeEngine(pipe), slot_size="16KiB", dir=directory) as sync:
+        sync.push(folder, version="new", atomic=True, verify="digest")
+
+
 def strike_around(step: str, number: int) -> None:
     """Strike where the sender is about to take ``step``: "open", "finish" or "commit"."""
     name = {"open": "_offer", "finish": "_finish", "commit": "commit"}[step]

@@ -14,9 +14,10 @@ import pytest
 
 from vllm_bucketsync import cli, sync
 from vllm_bucketsync.cli.exits import ExitCode
-from vllm_bucketsync.cli.push import PAUSE_MODES
+from vllm_bucketsync.cli.push import PAUSE_MODES, VERIFY_MODES
 from vllm_bucketsync.cli.servers import PLUGINS, plugins
 from vllm_bucketsync.clients.base import PauseMode
+from vllm_bucketsync.config import Verify
 from vllm_bucketsync.errors import (
     BucketSyncError,
     EngineBusyError,
@@ -145,6 +146,8 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
         "partial": [],
         "dry_run": False,
         "pause": "wait",
+        "atomic": False,
+        "verify": "none",
         "trace": None,
     }
     assert fake.is_closed
@@ -158,26 +161,15 @@ def test_every_option_of_a_push_is_handed_on(fake: Fake, push: list[str]) -> Non
     other = ["--url", "unix:///run/vllm"]
 
     patterns = ["--partial", "*.norm.weight", "--partial", "lm_head.*"]
-    cli.main(
-        [
-            *push,
-            *other,
-            *patterns,
-            "--version",
-            "7",
-            "--pause",
-            "keep",
-            "--dry-run",
-            "--trace",
-            "t.json",
-        ]
-    )
+    more = ["--atomic", "--verify", "digest", "--trace", "t.json", *patterns]
+    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run", *more])
 
     assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": None}
     assert (fake.pushed[0]["version"], fake.pushed[0]["pause"]) == ("7", "keep")
     assert fake.pushed[0]["partial"] == ["*.norm.weight", "lm_head.*"]
     assert fake.pushed[0]["dry_run"]
     assert fake.pushed[0]["trace"] == Path("t.json")
+    assert (fake.pushed[0]["atomic"], fake.pushed[0]["verify"]) == (True, "digest")
 
     cli.main([*push, "--api-key", "given"])
 
@@ -189,18 +181,9 @@ def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> Non
     arguments = ["push-lora", folder, "--url", URL, "--name", "policy"]
 
     assert cli.main(arguments) == ExitCode.OK
-    options = [
-        "--version",
-        "7",
-        "--pause",
-        "keep",
-        "--dry-run",
-        "--partial",
-        "visual.*",
-        "--trace",
-        "t.json",
-    ]
-    assert cli.main([*arguments, *options]) == ExitCode.OK
+    more = ["--verify", "digest", "--trace", "t.json", "--partial", "visual.*"]
+    more += ["--version", "7", "--pause", "keep", "--dry-run"]
+    assert cli.main([*arguments, *more]) == ExitCode.OK
 
     named = [{key: one[key] for key in ("source", "name", "version")} for one in fake.pushed]
     assert named == [
@@ -210,12 +193,42 @@ def test_an_adapter_is_pushed_under_its_name(fake: Fake, push: list[str]) -> Non
     assert (fake.pushed[1]["pause"], fake.pushed[1]["dry_run"]) == ("keep", True)
     assert [one["trace"] for one in fake.pushed] == [None, Path("t.json")]
     assert [one["partial"] for one in fake.pushed] == [[], ["visual.*"]]
+    assert [one["verify"] for one in fake.pushed] == ["none", "digest"]
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--atomic"])
     nowhere = ["push-lora", "/no/such/folder", "--url", URL, "--name", "policy"]
     assert cli.main(nowhere) == ExitCode.USAGE
 
 
 def test_the_pause_modes_are_those_of_push() -> None:
     assert tuple(PauseMode) == PAUSE_MODES
+
+
+def test_the_ways_to_verify_are_those_of_push() -> None:
+    assert tuple(Verify) == VERIFY_MODES
+
+
+def test_what_was_staged_and_compared_is_shown(
+    fake: Fake, push: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = replace(
+        WORKER,
+        staged_bytes=4096,
+        staged_on="pinned [host] memory",
+        verified_bytes=2048,
+        num_direct_verified=2,
+        num_processed_verified=3,
+        num_unverified=7,
+    )
+    fake.report = replace(REPORT, workers=(worker, replace(worker, rank=1, num_unverified=0)))
+
+    cli.main(push)
+
+    out = capsys.readouterr().out
+    assert "4,096 bytes in pinned [host] memory" in out
+    assert "2,048 bytes, 5 modules; 7 tensors were not compared" in out
+    assert out.count("not compared") == 1
+    assert out.count("verified by rank") == 2
 
 
 def test_json_is_all_that_stdout_gets(

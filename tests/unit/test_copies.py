@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bytes_of import bytes_of
 
+from vllm_bucketsync import copies
 from vllm_bucketsync.boxes import Box
 from vllm_bucketsync.copies import CopyBatch, DeferredCopies, Places, view
 
@@ -89,6 +91,13 @@ def test_memories_that_are_neighbours_by_chance_stay_apart() -> None:
     batch = CopyBatch([(base[:8], first), (base[8:], second)])
 
     assert len(batch._moves._sizes) == 2
+
+
+def test_a_single_element_of_any_stride_is_plain_bytes() -> None:
+    tensor = torch.arange(9, dtype=torch.float32)[3::3][:1]
+    assert tensor.stride() == (3,)
+
+    assert copies._flat(tensor, 4, torch.uint8).tolist() == list(struct.pack("f", 3.0))
 
 
 def test_gradients_and_conjugates_are_copied_as_values() -> None:

@@ -35,6 +35,10 @@ SAMPLES: list[BucketSyncError] = [
     errors.PeerLostError("rank 1 is gone", pid=4711),
     errors.PeerLostError("rank 1 is gone"),
     errors.RegionError("no memory is left"),
+    errors.CorruptionError(
+        "a bit", name="a", first_byte=512, num_bytes=256, bucket=3, transport="shm"
+    ),
+    errors.StagingError("no room", needed_bytes=9, device_bytes=1, host_bytes=2),
     errors.ProtocolError("out of order"),
     errors.LocalProtocolError("Ack is not allowed"),
     errors.RemoteProtocolError("junk"),
@@ -42,6 +46,8 @@ SAMPLES: list[BucketSyncError] = [
     errors.UnknownTensorError("no place", name="a", problems=("no place",)),
     errors.MissingTensorError("no value", name="a", problems=("no value",)),
     errors.PlanError("other bytes", name="a"),
+    errors.VerifyError("other bytes", name="a", problems=("a: x",)),
+    errors.ApplyError("half-way", name="a", problems=("b",), cause="load"),
     errors.DuplicateTensorError("twice", name="a", problems=("twice",)),
     errors.TensorMismatchError("shape", name="a", problems=("s",), expected="[2]", got="[3]"),
     errors.AdapterError("no room", adapter="p", problems=("no room",)),

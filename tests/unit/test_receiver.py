@@ -31,6 +31,7 @@ from support.stepping import (
 )
 from support.thread_engine import KeepingSink
 
+from vllm_bucketsync.config import Verify
 from vllm_bucketsync.errors import EngineState, LoadError, RegionError, RemoteProtocolError
 from vllm_bucketsync.handles import InprocHandle, ShmHandle
 from vllm_bucketsync.layout import BucketLayout, Entry, Manifest, TensorMeta
@@ -494,6 +495,8 @@ def test_another_offer_for_the_same_update_keeps_the_sink_that_was_opened(world:
         {"update_id": "another"},
         {"version": "2"},
         {"is_declared": True},
+        {"is_atomic": True},
+        {"verify": Verify.DIGEST},
     ],
     ids=lambda change: next(iter(change)),
 )

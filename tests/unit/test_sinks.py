@@ -14,6 +14,7 @@ from support.tensor_samples import (
     sample,
 )
 
+from vllm_bucketsync.boxes import Box
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import ALIGNMENT_BYTES, BucketLayout, TensorMeta, plan_buckets
 from vllm_bucketsync.sinks import Bucket, DiscardSink, Piece, SinkReport
@@ -112,3 +113,33 @@ def test_an_aborted_discard_changed_nothing() -> None:
     sink.load(Bucket(seq=0, pieces=tuple(through_a_bucket([bytes_tensor(5)]))))
 
     assert sink.abort() is EngineState.UNCHANGED
+
+
+def test_a_piece_shares_what_it_holds_of_a_copy() -> None:
+    tensor = torch.arange(24, dtype=torch.int16).view(4, 6)
+    meta = meta_of("t", tensor)
+    columns, target = Box(2, (4, 2), (6, 1)), Box(0, (4, 2), (2, 1))
+    whole = Piece(index=0, meta=meta, first_byte=0, data=byte_view(tensor))
+    half = Piece(index=0, meta=meta, first_byte=24, data=byte_view(tensor)[24:])
+
+    ((data, to),) = whole.share(columns, target)
+    shares = list(half.share(columns, target))
+
+    assert torch.equal(data, tensor[:, 2:4])
+    assert to == target
+    assert torch.equal(torch.cat([one for one, _ in shares]), tensor[2:, 2:4])
+    assert [box.offset for _, box in shares] == [4 + 2 * i for i in range(len(shares))]
+
+
+def test_a_piece_that_is_one_part_shares_that_and_no_other() -> None:
+    tensor = torch.arange(24, dtype=torch.int16).view(4, 6)
+    columns, target = Box(2, (4, 2), (6, 1)), Box(0, (4, 2), (2, 1))
+    packed = byte_view(tensor[:, 2:4].contiguous())
+    piece = Piece(index=0, meta=meta_of("t", tensor), first_byte=0, data=packed, box=columns)
+
+    ((data, to),) = piece.share(columns, target)
+
+    assert torch.equal(data, tensor[:, 2:4])
+    assert to == target
+    assert list(piece.share(Box(3, (4, 2), (6, 1)), target)) == []
+    assert not piece.is_whole

@@ -112,6 +112,17 @@ def test_a_view_of_a_large_storage_is_its_own_bytes_only() -> None:
     assert meta_of("a", torch.zeros(1).expand(1000)).num_bytes == 4000
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.randn(9)[::3][:1], torch.randn(4, 9)[1:2, ::3][:, 1:2], torch.randn(9)[::3][:0]],
+    ids=["one", "one of a matrix", "none"],
+)
+def test_a_single_element_of_any_stride_is_its_own_bytes(tensor: torch.Tensor) -> None:
+    assert tensor.stride()[-1] != 1
+
+    assert expected_bytes(tensor) == as_bytes(byte_view(tensor))
+
+
 def test_a_meta_says_name_dtype_shape_bytes_and_kind() -> None:
     meta = meta_of("a.count", torch.tensor(3), is_buffer=True)
 

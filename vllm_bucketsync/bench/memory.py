@@ -6,7 +6,6 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
 # Makes the kernel count the peak anew (proc(5), clear_refs).
 _RESET_PEAK = "5"
@@ -31,11 +30,6 @@ def peak_since(begin_bytes: int | None) -> int | None:
     if begin_bytes is None:
         return None
     return max(_field(_STATUS, "VmHWM") - begin_bytes, 0)
-
-
-def available_bytes() -> int:
-    """Return the memory that this machine can still give to processes."""
-    return _field(_MEMINFO, "MemAvailable")
 
 
 def processor() -> str:

@@ -14,12 +14,13 @@ import torch
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, UnsupportedError
+from vllm_bucketsync.host_memory import available_bytes
 from vllm_bucketsync.report import PushReport
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.trace import Trace
 
 from .floors import DeviceCopy, HostCopies, Memcpys
-from .memory import available_bytes, begin_peak, peak_since
+from .memory import begin_peak, peak_since
 from .model import decoder_shapes, make_tensors, num_elements
 from .result import DEVICE_COPY, HOST_COPIES, MEMCPYS, Measured, Peaks, Plan
 from .traces import nearest, traced

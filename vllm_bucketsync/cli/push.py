@@ -38,6 +38,8 @@ examples:
 
 # vLLM's words; what they mean is written down in ``clients.base.PauseMode``.
 PAUSE_MODES = ("wait", "abort", "keep")
+# As ``config.Verify`` has them.
+VERIFY_MODES = ("none", "digest")
 
 _HOLDS = {
     EngineState.UNCHANGED: "the engine holds what it held before",
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to push, where to, and how."""
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder or file of the new weights")
+    option("--atomic", action="store_true", help="keep the old weights until all workers have all")
     add_options(parser, partial="parameters of the engine that may keep their value")
 
 
@@ -79,6 +82,12 @@ def add_options(parser: argparse.ArgumentParser, *, partial: str) -> None:
         choices=PAUSE_MODES,
         default=PAUSE_MODES[0],
         help="requests that run: let them end, end them, or freeze them (%(default)s)",
+    )
+    option(
+        "--verify",
+        choices=VERIFY_MODES,
+        default=VERIFY_MODES[0],
+        help="compare what arrives and what is loaded with what was sent (%(default)s)",
     )
     text = "write what each end did when, as Chrome trace JSON, for Perfetto"
     option("--trace", metavar="FILE", type=Path, help=text)
@@ -108,6 +117,8 @@ def run(args: argparse.Namespace) -> ExitCode:
             partial=args.partial,
             dry_run=args.dry_run,
             pause=args.pause,
+            atomic=args.atomic,
+            verify=args.verify,
             progress=progress,
             trace=args.trace,
         ),

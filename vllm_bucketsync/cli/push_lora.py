@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             partial=args.partial,
             dry_run=args.dry_run,
             pause=args.pause,
+            verify=args.verify,
             progress=progress,
             trace=args.trace,
         ),

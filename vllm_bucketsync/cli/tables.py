@@ -44,6 +44,11 @@ def report_table(report: Mapping[str, Any]) -> Table:
     if skipped := report.get("skipped"):
         table.add_row("skipped", escape(", ".join(skipped)))
     for worker in report.get("workers", ()):
+        if place := worker.get("staged_on"):
+            staged = f"{worker['staged_bytes']:,} bytes in {place}"
+            table.add_row(f"staged by rank {worker['rank']}", escape(staged))
+        if verified := worker.get("verified_bytes"):
+            table.add_row(f"verified by rank {worker['rank']}", _verified(worker, verified))
         for note in worker["notes"]:
             table.add_row(f"note of rank {worker['rank']}", escape(note))
     return table
@@ -74,6 +79,14 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             escape(", ".join(f"{one['name']}@{one['version']}" for one in _adapters(worker))),
         )
     return table
+
+
+def _verified(worker: Mapping[str, Any], verified_bytes: int) -> str:
+    """Return what a worker compared, for people."""
+    num_modules = worker["num_direct_verified"] + worker["num_processed_verified"]
+    text = f"{verified_bytes:,} bytes, {num_modules} modules"
+    num_others = worker["num_unverified"]
+    return f"{text}; {num_others} tensors were not compared" if num_others else text
 
 
 def _adapters(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

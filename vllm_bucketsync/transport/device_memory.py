@@ -58,6 +58,22 @@ class DeviceMemory:
         return memory
 
     @classmethod
+    def private(cls, num_bytes: int, *, device: torch.device) -> DeviceMemory:
+        """Allocate memory that nobody else sees; it is freed with its last view.
+
+        Args:
+            num_bytes: How much.
+            device: The GPU, with its index.
+
+        Raises:
+            RegionError: It cannot be had; ``errno`` is ``ENOMEM`` where the GPU is full.
+        """
+        address = cuda_runtime.allocate(num_bytes, device=device.index)
+        memory = cls(address, num_bytes, device=device)
+        memory._ends_with(finalize(memory._holder, _free, address, device.index))
+        return memory
+
+    @classmethod
     def open_exported(
         cls, handle: bytes, num_bytes: int, *, device: torch.device, hold: Watch | None = None
     ) -> DeviceMemory:
@@ -142,3 +158,11 @@ def _unmap(hold: Watch | None, address: int, device: int) -> None:
         logger.debug("device memory was not unmapped: %s", error)
     if hold is not None:
         hold.close()
+
+
+def _free(address: int, device: int) -> None:
+    try:
+        cuda_runtime.free(address, device=device)
+    # In a destructor, as above.
+    except BucketSyncError as error:
+        logger.warning("device memory was not freed: %s", error)

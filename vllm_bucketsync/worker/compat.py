@@ -309,12 +309,6 @@ def is_config(value: Any) -> bool:
     return type(value).__module__.startswith(("vllm.config", "transformers.", "vllm.platforms"))
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the current stream of ``device`` has nothing left to read."""
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
-
-
 def tensor_names(model: torch.nn.Module) -> set[str]:
     """Names of all parameters and buffers of ``model``, aliases included."""
     return {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import serve
 from ..config import PlanMode
 from ..errors import UnsupportedError
+from ..staging import staged_if_asked
 from ..transport.devices import uuid_of
 from . import guards, sleeps
 from .lora.shelf import find_shelf, shelf_of
@@ -64,13 +65,17 @@ class WorkerExtension:
                     f"this engine takes no {opened.kind!r}; it takes 'weights' and 'adapter'; "
                     f"install the same version of vllm_bucketsync on both sides"
                 )
-            return WeightSink(
+            sink = WeightSink(
                 worker,
                 partial=opened.partial,
                 memory=memory,
                 is_promise=opened.is_declared,
                 mode=PlanMode.from_env(),
+                verify=opened.verify,
             )
+            # Every worker of the engine stages, and they may all be on this host.
+            num_sharers = worker.vllm_config.parallel_config.world_size
+            return staged_if_asked(sink, opened, device=worker.device, num_sharers=num_sharers)
 
         return serve.Worker(
             make_sink=make_sink,

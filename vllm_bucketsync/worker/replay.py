@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..boxes import Box, cut
+from ..boxes import Box
 from ..copies import CopyBatch, DeferredCopies, view
 from ..layout import TensorMeta
 from ..messages import LoadSplit
@@ -22,6 +22,7 @@ from ..timeline import PROCESSING, Timeline
 from . import layerwise
 from .observe import observe
 from .plan import Plan, PlannedModule
+from .proofs import Proofs, Written
 from .record import Copy
 
 Weights = list[tuple[TensorMeta, torch.Tensor]]
@@ -34,11 +35,13 @@ class _Step:
     Attributes:
         planned: The module.
         copies: What fills its scratch.
+        parts: The same: name there, part, source, what is copied.
         num_elements: Elements that are there afterwards, live ones included.
     """
 
     planned: PlannedModule
     copies: DeferredCopies
+    parts: tuple[tuple[str, Box, str, torch.Tensor], ...]
     num_elements: int
 
 
@@ -50,6 +53,7 @@ class _Program:
         plan: The plan that it was made for.
         generation: And which state of it.
         live: Copies straight into live tensors.
+        written: The same, each with its module.
         fills: Constants in live tensors.
         steps: Modules that are processed, in the order in which they begin.
         counts: Elements that come to each module.
@@ -59,6 +63,7 @@ class _Program:
     plan: Plan
     generation: int
     live: CopyBatch
+    written: tuple[Written, ...]
     fills: tuple[tuple[torch.Tensor, float], ...]
     steps: tuple[_Step, ...]
     counts: dict[PlannedModule, int]
@@ -78,8 +83,15 @@ class Replay:
         timeline: When modules were post-processed.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, proofs: Proofs | None = None) -> None:
+        """Begin; nothing is written.
+
+        Args:
+            plan: The plan.
+            proofs: Takes note of every copy, so that it can be verified; ``None``: nothing is.
+        """
         self.plan = plan
+        self._proofs = proofs
         self._run: list[_Program] = []
         self._scratch: dict[PlannedModule, dict[str, torch.Tensor]] = {}
         self._left: dict[PlannedModule, int] = {}
@@ -173,6 +185,8 @@ class Replay:
         if program.live.num_bytes:
             self.has_written = True
             program.live.run()
+        if self._proofs is not None:
+            self._proofs.note_written(program.written)
         for to, value in program.fills:
             self.has_written = True
             to.fill_(value)
@@ -182,13 +196,20 @@ class Replay:
             if planned not in self._scratch:
                 self._scratch[planned] = _filled_scratch(planned)
                 self._left[planned] = planned.num_elements
-            step.copies.run(self._scratch[planned])
+            scratch = self._scratch[planned]
+            step.copies.run(scratch)
+            if self._proofs is not None:
+                for leaf, box, source, data in step.parts:
+                    to = view(scratch[leaf], box)
+                    self._proofs.note_aside(planned, leaf, to, source=source, data=data)
             self._left[planned] -= step.num_elements
             if not self._left[planned]:
                 self._process(planned)
 
     def _process(self, planned: PlannedModule) -> None:
         scratch = self._scratch.pop(planned)
+        if self._proofs is not None:
+            self._proofs.check_aside(planned)
         self.has_written = True
         begin_ns = self.timeline.now()
 
@@ -212,8 +233,8 @@ def _filled_scratch(planned: PlannedModule) -> dict[str, torch.Tensor]:
 
 def _compile(plan: Plan, pieces: tuple[Piece, ...]) -> _Program:
     """Make a bucket's part of a plan ready."""
-    live: list[tuple[torch.Tensor, torch.Tensor]] = []
-    aside: dict[PlannedModule, list[tuple[str, Box, torch.Tensor]]] = defaultdict(list)
+    written: list[Written] = []
+    aside: dict[PlannedModule, list[tuple[str, Box, str, torch.Tensor]]] = defaultdict(list)
     counts: dict[PlannedModule, int] = defaultdict(int)
     fills: list[tuple[torch.Tensor, float]] = []
     tensors: dict[tuple[PlannedModule, str], torch.Tensor] = {}
@@ -227,19 +248,26 @@ def _compile(plan: Plan, pieces: tuple[Piece, ...]) -> _Program:
             counts[planned] += box.num_elements
             leaf = planned.leaf(copy.target)
             if not (planned.is_direct or copy.is_live):
-                aside[planned].append((leaf, box, source))
+                aside[planned].append((leaf, box, piece.meta.name, source))
                 continue
             key = (planned, leaf)
             if key not in tensors:
                 tensors[key] = planned.live(leaf)
-            live.append((view(tensors[key], box), source))
+            to = view(tensors[key], box)
+            written.append(Written(planned, leaf, to, piece.meta.name, source))
     return _Program(
         plan=plan,
         generation=plan.generation,
-        live=CopyBatch(live),
+        live=CopyBatch((one.to, one.data) for one in written),
+        written=tuple(written),
         fills=tuple(fills),
         steps=tuple(
-            _Step(planned=one, copies=DeferredCopies(aside[one]), num_elements=count)
+            _Step(
+                planned=one,
+                copies=DeferredCopies((leaf, box, data) for leaf, box, _, data in aside[one]),
+                parts=tuple(aside[one]),
+                num_elements=count,
+            )
             for one, count in counts.items()
             if not one.is_direct
         ),
@@ -259,15 +287,6 @@ def _live_fills(planned: PlannedModule, source: int) -> Iterator[tuple[torch.Ten
 
 def _parts(piece: Piece, copies: tuple[Copy, ...]) -> Iterator[tuple[Copy, torch.Tensor, Box]]:
     """Yield what a piece holds of each copy: the part of the source, and of the target."""
-    dtype = getattr(torch, piece.meta.dtype)
-    data = piece.data.view(dtype)
-    if piece.is_whole:
-        for copy in copies:
-            yield copy, view(data, copy.source_box), copy.target_box
-        return
-    first = piece.first_byte // dtype.itemsize
     for copy in copies:
-        ends = {"first": first, "end": first + data.numel()}
-        for source, target in cut(copy.source_box, copy.target_box, **ends):
-            here = Box(source.offset - first, source.shape, source.strides)
-            yield copy, view(data, here), target
+        for source, target in piece.share(copy.source_box, copy.target_box):
+            yield copy, source, target

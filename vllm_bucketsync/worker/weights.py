@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from ..config import PlanMode
+from ..boxes import Box
+from ..config import PlanMode, Verify
 from ..errors import EngineState
 from ..layout import Manifest
-from ..messages import LoadSplit
+from ..messages import Checked, LoadSplit
 from ..sinks import Bucket, Piece, SinkReport
+from ..streams import synchronise
 from . import caches, compat, guards, layerwise, problems, sleeps
 from .completeness import Waiver, idle_patterns
 from .dryrun import DryRunResult, dry_run
 from .loaders import Loaders
 from .memory import WeightMemory
 from .model_looks import ModelLooks
+from .proofs import Proofs
 from .record import LoadRecord
 from .replay import Replay
 from .verify import Check
@@ -52,6 +55,7 @@ class WeightSink:
         memory: WeightMemory | None = None,
         is_promise: bool = True,
         mode: PlanMode = PlanMode.AUTO,
+        verify: Verify = Verify.NONE,
     ) -> None:
         """Prepare for one update; nothing is touched.
 
@@ -64,11 +68,13 @@ class WeightSink:
             is_promise: The manifest is what will come; else it is what the last stream
                 was, and that it does not fit says nothing of this one.
             mode: Whether to load by plan.
+            verify: Whether to compare what is loaded by plan with what came.
         """
         self._worker = worker
         self._partial = tuple(plain(pattern) for pattern in partial)
         self._memory = WeightMemory() if memory is None else memory
         self._mode = mode
+        self._proofs = Proofs() if verify is Verify.DIGEST else None
         self._result: DryRunResult | None = None
         self._is_promise = is_promise
         self._is_declared = False
@@ -82,11 +88,26 @@ class WeightSink:
         self._check: Check | None = None
         self._wrapped = Wrapped(worker)
         self._notes: list[str] = []
+        self._manifest = Manifest([])
 
     @property
     def record(self) -> LoadRecord | None:
         """What loading the manifest comes down to; ``None`` if none was declared."""
         return None if self._result is None else self._result.record
+
+    def wanted(self, index: int) -> tuple[Box, ...] | None:
+        """Return the parts of a tensor that a plan copies; ``None`` for all of its bytes.
+
+        Nothing of a tensor that goes nowhere, and all of what vLLM's own loaders take.
+        Called once ``open`` has taken a declared manifest.
+        """
+        if self._manifest.metas[index].name in self._skipped():
+            return ()
+        replay = self._replay
+        if replay is None or self._check is not None or index in replay.plan.by_loaders:
+            return None
+        _, copies = replay.plan.of_source[index]
+        return tuple(copy.source_box for copy in copies)
 
     @property
     def has_begun(self) -> bool:
@@ -128,11 +149,15 @@ class WeightSink:
             self._was_begun = True
             if self._check is not None:
                 self._check.keep(bucket.pieces)
+            if self._proofs is not None:
+                self._proofs.begin(bucket)
             pieces = self._load_by_plan(bucket)
             if pieces:
                 self._load_by_loaders(pieces)
+            if self._proofs is not None:
+                self._proofs.seal()
             for device in {self._worker.device, *{one.data.device for one in bucket.pieces}}:
-                compat.synchronise(device)
+                synchronise(device)
 
     def prepare(self) -> None:
         """Confirm that every parameter has its new value.
@@ -149,6 +174,8 @@ class WeightSink:
             elif self._replay is not None:
                 found += [problems.module_cut_short(one.path) for one in self._replay.unfinished()]
             problems.raise_problems(found, state=f"the update cannot be committed{self._idle}")
+            if self._proofs is not None:
+                self._proofs.check_live()
 
     def commit(self) -> SinkReport:
         """Process what vLLM leaves for the end, and drop what knows the old weights.
@@ -178,13 +205,14 @@ class WeightSink:
             self._notes.extend(caches.drop_caches(self._worker))
             if not self._partial:
                 sleeps.regain_base(self._worker)
-            compat.synchronise(self._worker.device)
+            synchronise(self._worker.device)
         self._was_begun = False
         skipped.update(self._skipped())
         for name, why in skipped.items():
             logger.debug("skipped %s: %s", name, why)
         return SinkReport(
             split=split,
+            checked=Checked() if self._proofs is None else self._proofs.report(),
             cloned_bytes=0 if loaders is None else loaders.cloned_bytes,
             skipped=tuple(skipped),
             notes=tuple(self._notes),
@@ -205,7 +233,7 @@ class WeightSink:
                 is_torn |= self._replay.has_written
                 # What a module was when its processing failed.
                 layerwise.put_back(self._model)
-            compat.synchronise(self._worker.device)
+            synchronise(self._worker.device)
         self._was_begun = False
         self._memory.forget()
         return EngineState.TORN if is_torn else EngineState.UNCHANGED
@@ -216,6 +244,8 @@ class WeightSink:
             self._replay.release()
         if self._check is not None:
             self._check.release()
+        if self._proofs is not None:
+            self._proofs.release()
         self._loaders = self._replay = self._check = None
 
     @property
@@ -245,8 +275,9 @@ class WeightSink:
         self._result = result
         problems.raise_problems(result.problems, state=_NOTHING + self._idle)
         self._is_declared = True
+        self._manifest = manifest
         if result.plan is not None and self._mode is not PlanMode.OFF:
-            self._replay = Replay(result.plan)
+            self._replay = Replay(result.plan, proofs=self._proofs)
             if self._mode is PlanMode.CHECK:
                 self._check = Check(self._worker, self._waiver(), result.record.skipped)
 
@@ -267,6 +298,8 @@ class WeightSink:
         return bucket.pieces[len(known) :]
 
     def _load_by_loaders(self, pieces: Sequence[Piece]) -> None:
+        if self._proofs is not None:
+            self._proofs.note_unchecked(piece.meta.name for piece in pieces)
         is_known = self._left_at is not None and all(one.index < self._left_at for one in pieces)
         self._begun_loaders().feed(pieces, is_declared=self._is_declared or is_known)
 
@@ -283,6 +316,8 @@ class WeightSink:
         came = {s: copies for s, (_, copies) in replay.plan.of_source.items() if s < end}
         metas = [replay.plan.metas[source] for source in came]
         loaders.note_planned(metas, {one.target for copies in came.values() for one in copies})
+        if self._proofs is not None:
+            self._proofs.give_up(unfinished, names=(meta.name for meta, _ in weights))
         loaders.feed_whole(weights, is_declared=True)
 
     def _begun_loaders(self) -> Loaders:

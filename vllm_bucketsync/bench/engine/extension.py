@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_bucketsync.streams import synchronise
 from vllm_bucketsync.worker import compat
 from vllm_bucketsync.worker.extension import WorkerExtension
 
@@ -101,7 +102,7 @@ class BenchExtension(WorkerExtension):
         try:
             with torch.no_grad():
                 answer = act(self)
-            compat.synchronise(self.device)
+            synchronise(self.device)
         except Exception as error:  # noqa: BLE001 - a raise desynchronises vLLM's executor
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
         return {"ok": True, **answer}

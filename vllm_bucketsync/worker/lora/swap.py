@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import AdapterCapacityError
-from .. import compat
+from ...streams import synchronise
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _put(manager: Any, model: Any, pins: Pins) -> None:
     if pins.is_active:
         manager._active_adapters.pin(number)
     # A copy to the device that fails does so here, while the old adapter is at hand.
-    compat.synchronise(manager.device)
+    synchronise(manager.device)
 
 
 def _slot_of(manager: Any, lora_int_id: int) -> int | None:
