@@ -32,7 +32,6 @@ from .sockets import (
     is_trusted,
     peer_credentials,
     probe_listener,
-    source_fd,
 )
 
 HEARTBEAT_TIMEOUT_S = 15.0
@@ -157,8 +156,8 @@ class Listener:
 
     def _next_event(self) -> Event | None:
         self._watch()
-        while (frames := self._socket.receive()) is not None:
-            received = self._admit(frames)
+        while (message := self._socket.receive_from(self._knows)) is not None:
+            received = self._admit(*message)
             if received is not None:
                 return received
         self._lost.extend(
@@ -168,13 +167,16 @@ class Listener:
         )
         return self._lost.popleft() if self._lost else None
 
-    def _admit(self, frames: list[zmq.Frame]) -> Received | None:
-        peer, fd = frames[0].bytes, source_fd(frames[-1])
-        if fd is None or len(frames) != 2:
+    def _knows(self, peer: bytes) -> bool:
+        return self._connections.find(peer) is not None
+
+    def _admit(self, frames: list[bytes], fd: int | None) -> Received | None:
+        peer = frames[0]
+        connection = self._connections.find(peer)
+        if len(frames) != 2 or (connection is None and fd is None):
             logger.warning("ignoring a message that is none of a dialer's on %s", self.endpoint)
             return None
-        connection = self._connections.find(peer)
-        if connection is None:
+        if connection is None and fd is not None:
             self._watch()
             connection = self._connections.identify(
                 peer, fd, is_reachable=lambda: self._socket.can_reach(peer)
@@ -186,9 +188,9 @@ class Listener:
                     connection.uid,
                     self.endpoint,
                 )
-        if not is_trusted(connection.uid):
+        if connection is None or not is_trusted(connection.uid):
             return None
-        return Received(peer, frames[1].bytes, fd)
+        return Received(peer, frames[1], connection.fd)
 
     def _watch(self) -> None:
         """Read the monitor dry, and ask the kernel who the newcomers are."""
@@ -271,8 +273,8 @@ class Dialer:
             self._watch()
             while (frames := self._socket.receive()) is not None:
                 # An empty frame is how a listener finds out whether we are reachable.
-                if frames[-1].bytes:
-                    return frames[-1].bytes
+                if frames[-1]:
+                    return frames[-1]
             if self._is_lost:
                 raise self._lost()
             if not self._socket.wait(deadline):

@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -121,14 +121,46 @@ class MonitoredSocket:
                 raise
         return True
 
-    def receive(self) -> list[zmq.Frame] | None:
-        """Return the next message, or ``None`` if every one that arrived was read."""
+    def receive(self) -> list[bytes] | None:
+        """Return the next message, or ``None`` if every one that arrived was read.
+
+        Never as ``zmq.Frame``: Python's signal handlers also run where pyzmq frees one,
+        and what they raise there, as Ctrl-C does, is printed and lost.
+        """
         self._check_open()
         with _zmq_errors("receive a message"):
             try:
-                return self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                return self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return None
+
+    def receive_from(
+        self, is_known: Callable[[bytes], bool]
+    ) -> tuple[list[bytes], int | None] | None:
+        """Return a ROUTER's next message and, of a peer that is not known, its descriptor.
+
+        Args:
+            is_known: Whether a peer's connection is known by now. Only of others the
+                descriptor is looked up, since that takes a frame; see ``receive``.
+
+        Returns:
+            The frames, the peer's name first, and the descriptor that they came over or
+            ``None``, see ``source_fd``; ``None`` if every message was read.
+        """
+        self._check_open()
+        with _zmq_errors("receive a message"):
+            try:
+                frames = [self._socket.recv(zmq.DONTWAIT)]
+            except zmq.Again:
+                return None
+            fd = None
+            if not is_known(frames[0]) and self._socket.get(zmq.RCVMORE):
+                frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+                fd = source_fd(frame)
+                frames.append(frame.bytes)
+            while self._socket.get(zmq.RCVMORE):
+                frames.append(self._socket.recv(zmq.DONTWAIT))
+        return frames, fd
 
     def monitor_events(self) -> Iterator[tuple[int, int]]:
         """Yield each new event of a connection and the descriptor that it was about."""
