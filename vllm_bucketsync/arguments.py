@@ -8,6 +8,7 @@ from .clients.base import PauseMode
 from .errors import ConfigError, utf8
 from .handles import MAX_SHORT_CHARS
 from .messages import MAX_PATTERNS, MAX_VERSION_CHARS
+from .versions import check_ordered
 
 
 def check_patterns(partial: Sequence[str]) -> tuple[str, ...]:
@@ -40,6 +41,14 @@ def check_version(version: int | str) -> str:
         raise ConfigError(
             f"version has {len(text)} characters; at most {MAX_VERSION_CHARS} are allowed"
         )
+    return text
+
+
+def check_order(version: int | str, *, require_newer: bool) -> str:
+    """Return a version as ``check_version`` does; refuse a name where it has to be newer."""
+    text = check_version(version)
+    if require_newer:
+        check_ordered(text)
     return text
 
 

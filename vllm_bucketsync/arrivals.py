@@ -53,6 +53,14 @@ class Arrivals:
         self.num_tensors = 0
         self.num_bytes = 0
 
+    def describe(self) -> str:
+        """Return how far it has come, behind a bucket's number, for messages."""
+        buckets = "" if self._plan is None else f" of {len(self._plan.buckets)}"
+        total = "" if self._plan is None else f" of {len(self._metas)}"
+        last = self.num_tensors - (not self._is_open)
+        name = f", {self._metas[last].name}" if 0 <= last < len(self._metas) else ""
+        return f"{buckets} (tensor {self.num_tensors}{total}{name})"
+
     def deviate(self, index: int) -> None:
         """Forget what the manifest says from tensor ``index`` on.
 

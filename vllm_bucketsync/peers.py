@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import EngineState
-from .messages import Done, Hello
+from .messages import AdapterSpec, Done, Hello
 from .session import Session
 
 
@@ -33,6 +33,10 @@ class Peer:
     def has_ended(self) -> bool:
         """Whether nothing more will come from it."""
         return self.is_lost or self.session.has_ended
+
+    def holds(self, adapter: AdapterSpec | None) -> str | None:
+        """Return which version it had of what is updated, before; ``None`` for none."""
+        return self.hello.version if adapter is None else self.hello.adapters.get(adapter.name)
 
     def __str__(self) -> str:
         """Return how messages for people name it."""

@@ -30,6 +30,7 @@ from .messages import (
     Aborted,
     Ack,
     Batch,
+    Busy,
     Command,
     Commit,
     Deviate,
@@ -62,6 +63,7 @@ class Receiver:
         was_torn: Whether an earlier update had left the worker torn.
         num_tensors: Tensors that arrived, once all have.
         num_bytes: Their bytes.
+        left_as_is: Patterns of ``partial`` that were used, once it is committed.
         error: Why it failed, as the error that was replied.
     """
 
@@ -87,6 +89,7 @@ class Receiver:
         self.was_torn = memory.is_torn
         self.num_tensors = 0
         self.num_bytes = 0
+        self.left_as_is: tuple[str, ...] = ()
         self.session = Session(Role.RECEIVER)
         self.opened: Open | None = None
         self.state: EngineState | None = None
@@ -130,6 +133,13 @@ class Receiver:
             self.error = reply
         return reply
 
+    def describe(self) -> str:
+        """Return how far the update has come here, for messages."""
+        if self._arrivals is None:
+            return f"state {self.session.state.name}"
+        where = f"bucket {self.session.num_batches}{self._arrivals.describe()}"
+        return f"{where}, state {self.session.state.name}"
+
     def release(self) -> None:
         """Drop what was kept for this update. Idempotent, and never raises."""
         sink, self._sink = self._sink, None
@@ -154,6 +164,8 @@ class Receiver:
                 replies = [self._load(command)]
             case Deviate():
                 self._deviate(command)
+            case Busy(num_tensors=num_tensors):
+                logger.debug("the sender's source has given %d tensors so far", num_tensors)
             case Finish():
                 replies = [self._finish(command)]
             case Commit():
@@ -259,7 +271,9 @@ class Receiver:
         _, sink = self._running()
         report = sink.commit()
         self.state = EngineState.COMMITTED
-        if opened.kind == "weights" and not opened.partial:
+        self.left_as_is = report.left_as_is
+        # What was torn may be among what was left as it was.
+        if opened.kind == "weights" and not report.left_as_is:
             self._memory.is_torn = False
         return Done(
             split=report.split,
@@ -267,6 +281,7 @@ class Receiver:
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
             notes=report.notes[:MAX_NOTES],
+            left_as_is=report.left_as_is,
             load_s=self._load_s,
             wait_s=time.monotonic() - self._begin_s - self._load_s,
         )

@@ -10,6 +10,7 @@ from msgspec.structs import asdict as asdict_of
 from .errors import LocalProtocolError
 from .sender import Sender
 from .slots import Slots
+from .versions import goes_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class WorkerReport:
         wait_s: Seconds spent waiting for the sender.
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         notes: Anything else that a user should read.
+        left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
+        previous_version: What it had before; ``None`` for nothing that was pushed.
     """
 
     engine: int
@@ -51,6 +54,8 @@ class WorkerReport:
     wait_s: float
     cloned_bytes: int
     notes: tuple[str, ...]
+    left_as_is: tuple[str, ...] = ()
+    previous_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class PushReport:
         engines: What was updated, and how it was asked.
         update_id: Random name of the update.
         version: The weights' name, as the engine has it.
+        previous_version: What the engine had before; ``None`` for nothing that was pushed,
+            or where workers differed: each of their reports says its own.
         is_dry_run: Everything was checked and nothing was written.
         num_tensors: Tensors sent; those that would be, in a dry run.
         num_bytes: Their bytes.
@@ -77,6 +84,7 @@ class PushReport:
     engines: tuple[str, ...]
     update_id: str
     version: str
+    previous_version: str | None = None
     is_dry_run: bool
     num_tensors: int
     num_bytes: int
@@ -95,13 +103,29 @@ class PushReport:
         return len(self.workers)
 
     @property
+    def goes_back(self) -> bool:
+        """Whether a worker held a newer version, where versions are whole numbers."""
+        held = (self.previous_version, *(worker.previous_version for worker in self.workers))
+        return goes_back(self.version, held)
+
+    @property
+    def left_as_is(self) -> tuple[str, ...]:
+        """Patterns of ``partial`` that let a parameter keep its old value, on any worker."""
+        return tuple(sorted({one for worker in self.workers for one in worker.left_as_is}))
+
+    @property
     def gb_per_s(self) -> float:
         """Bytes of the tensors per second of the whole push, in 10^9 bytes."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as data that JSON can hold."""
-        return asdict(self) | {"num_workers": self.num_workers, "gb_per_s": self.gb_per_s}
+        return asdict(self) | {
+            "num_workers": self.num_workers,
+            "gb_per_s": self.gb_per_s,
+            "goes_back": self.goes_back,
+            "left_as_is": self.left_as_is,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +195,12 @@ def report_of(
         (peer for peer in sender.peers.values() if peer.done is not None),
         key=lambda peer: (peer.hello.engine, peer.hello.dp_index, peer.hello.rank),
     )
+    held = {peer.holds(sender.update.adapter) for peer in sender.peers.values()}
     return PushReport(
         engines=engines,
         update_id=sender.update.update_id,
         version=sender.update.version,
+        previous_version=held.pop() if len(held) == 1 else None,
         is_dry_run=sender.update.is_dry_run,
         num_tensors=len(counted) if counted else packing.num_tensors if packing else 0,
         num_bytes=counted.num_bytes if counted else packing.num_bytes if packing else 0,
@@ -197,6 +223,8 @@ def report_of(
                 wait_s=peer.done.wait_s,
                 cloned_bytes=peer.done.cloned_bytes,
                 notes=peer.done.notes,
+                left_as_is=peer.done.left_as_is,
+                previous_version=peer.holds(sender.update.adapter),
             )
             for peer in workers
             if peer.done is not None

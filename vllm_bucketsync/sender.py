@@ -46,6 +46,7 @@ from .session import Role, Session, State
 from .slots import Slots
 from .sources import Source
 from .update import Phase, Update
+from .versions import check_newer
 
 Outgoing = tuple[bytes, Command]
 
@@ -183,8 +184,11 @@ class Sender:
                 return f"{missing} of {self.num_workers} workers that have not said hello"
             case Phase.STREAMING if self.packing is not None:
                 return f"{self.packing.describe()}, acknowledgement from {late}"
+            case Phase.OPENING:
+                return f"the answer to opening from {late}"
             case _:
-                return f"the answer to {self.phase.value} from {late}"
+                after = "" if self.packing is None else f", after {self.packing.describe()}"
+                return f"the answer to {self.phase.value} from {late}{after}"
 
     def _is_on_time(self, peer: Peer) -> bool:
         if self.phase is Phase.STREAMING and self.packing is not None:
@@ -245,6 +249,8 @@ class Sender:
     def _work(self) -> None:
         match self.phase:
             case Phase.GREETING if len(self.peers) == self.num_workers:
+                if self.update.require_newer:
+                    self._check_newer()
                 self.route.choose(self._hellos())
                 self._offer()
             case Phase.OPENING if not any(
@@ -259,6 +265,12 @@ class Sender:
                     self._send_all(command)
             case _:
                 pass
+
+    def _check_newer(self) -> None:
+        """Refuse to replace what is as new as the update, engine by engine."""
+        for engine in range(len(self.update.num_workers)):
+            held = [peer.holds(self.update.adapter) for peer in self._peers_of(engine)]
+            check_newer(self.update.version, held)
 
     def _offer(self) -> None:
         """Offer the first of the transports that are left."""

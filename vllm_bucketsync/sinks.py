@@ -74,12 +74,14 @@ class SinkReport:
         cloned_bytes: Bytes copied aside because they had to outlive their bucket.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
+        left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
     """
 
     split: LoadSplit = field(default_factory=LoadSplit)
     cloned_bytes: int = 0
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    left_as_is: tuple[str, ...] = ()
 
 
 class Sink(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .adapters import check_name, spec_of
-from .arguments import check_patterns, check_pause, check_version, is_count
+from .arguments import check_order, check_patterns, check_pause, is_count
 from .asking import Asking, Progress, ask_each
 from .clients.base import RELEASE_METHOD, STATUS_METHOD, Engine, PauseMode
 from .clients.connect import connect
@@ -81,6 +81,7 @@ class WeightSync(Keeper):
         source: object,
         *,
         version: int | str,
+        require_newer: bool = False,
         partial: Sequence[str] = (),
         rename: Callable[[str], str] | None = None,
         merge: bool = False,
@@ -99,8 +100,10 @@ class WeightSync(Keeper):
             source: An ``nn.Module`` (parameters and persistent buffers), a state dict,
                 an iterable of (name, tensor), or the folder of a checkpoint.
             version: Your name for these weights; vLLM gets it as a string.
+            require_newer: Refuse to replace weights whose version is the same or a higher
+                one. Versions have to be whole numbers then, or text of them.
             partial: Patterns (as in ``fnmatch``) of the engine's parameter names that may
-                be left as they are.
+                be left as they are. Which were, the report and ``status`` say.
             rename: Maps each name, after trainers' wrappers are stripped, to the
                 checkpoint's.
             merge: The source is a PEFT model, and the weights to push are those that its
@@ -123,6 +126,7 @@ class WeightSync(Keeper):
         Raises:
             SourceError: The source cannot be sent.
             LoadError: The engine's model refused it.
+            OlderVersionError: ``require_newer``, and it is not. Nothing was written.
             EngineAsleepError: The engine's weights are asleep.
             EngineBusyError: Another update runs, or an earlier one cannot be cancelled.
             TransportError: A worker died, was stopped, or memory could not be shared.
@@ -132,12 +136,14 @@ class WeightSync(Keeper):
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns = check_patterns(partial)
+            text = check_order(version, require_newer=require_newer)
             self._check_ready()
             opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
             sender = self._give(
                 opened,
                 asking,
-                version=check_version(version),
+                version=text,
+                require_newer=require_newer,
                 partial=patterns,
                 is_dry_run=dry_run,
                 is_zero_copy=zero_copy,
@@ -151,6 +157,7 @@ class WeightSync(Keeper):
         name: str,
         version: int | str,
         adapter_name: str | None = None,
+        require_newer: bool = False,
         partial: Sequence[str] = (),
         rename: Callable[[str], str] | None = None,
         dry_run: bool = False,
@@ -170,6 +177,7 @@ class WeightSync(Keeper):
             version: Your name for this version of it.
             adapter_name: Which adapter of a PEFT model; left out, the active one. Of nothing
                 else: a pair or a folder is one adapter.
+            require_newer: As for ``push``, for the adapter of this name.
             partial: Patterns (as in ``fnmatch``) of the adapter's module names for which
                 the engine may have no place.
             rename: See ``push``.
@@ -191,7 +199,8 @@ class WeightSync(Keeper):
         begin_s = time.monotonic()
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
-            patterns, text = check_patterns(partial), check_version(version)
+            patterns = check_patterns(partial)
+            text = check_order(version, require_newer=require_newer)
             called = check_name(name)
             self._check_ready()
             opened, config = open_adapter(adapter, adapter_name=adapter_name, rename=rename)
@@ -199,6 +208,7 @@ class WeightSync(Keeper):
                 opened,
                 asking,
                 version=text,
+                require_newer=require_newer,
                 partial=patterns,
                 is_dry_run=dry_run,
                 kind="adapter",
@@ -374,6 +384,12 @@ class WeightSync(Keeper):
             report.transport,
             report.seconds,
         )
+        if report.goes_back:
+            logger.warning(
+                "version %s is older than %s, which the engine held: it went back",
+                report.version,
+                ", ".join(sorted({str(one.previous_version) for one in report.workers})),
+            )
         return report
 
     def _num_workers(self, engine: Engine) -> int:

@@ -32,6 +32,7 @@ class Update:
         partial: Patterns of what may be left out, see ``messages.Open``.
         adapter: What the adapter is; ``None`` for weights.
         is_dry_run: Stop when every worker is ready.
+        require_newer: Refuse a version that is not newer than what an engine holds.
     """
 
     update_id: str
@@ -42,3 +43,4 @@ class Update:
     partial: tuple[str, ...] = ()
     adapter: AdapterSpec | None = None
     is_dry_run: bool = False
+    require_newer: bool = False

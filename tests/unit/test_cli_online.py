@@ -137,7 +137,13 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
     (options,) = fake.pushed
     del options["progress"]
     folder = Path(push[1])
-    assert options == {"source": folder, "version": "step-1", "dry_run": False, "pause": "wait"}
+    assert options == {
+        "source": folder,
+        "version": "step-1",
+        "require_newer": False,
+        "dry_run": False,
+        "pause": "wait",
+    }
     assert fake.is_closed
     out, err = capsys.readouterr()
     assert f"push {folder} as 'step-1' (0.0 s)" in err
@@ -151,11 +157,12 @@ def test_every_option_of_a_push_is_handed_on(
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
     other = ["--url", "unix:///run/vllm"]
 
-    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run"])
+    cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run", "--require-newer"])
 
     assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": "of-the-environment"}
     assert (fake.pushed[0]["version"], fake.pushed[0]["pause"]) == ("7", "keep")
     assert fake.pushed[0]["dry_run"]
+    assert fake.pushed[0]["require_newer"]
 
     cli.main([*push, "--api-key", "given"])
 

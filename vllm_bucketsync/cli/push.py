@@ -54,6 +54,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     online.add_arguments(parser)
     option("--version", help="what to call it (the folder's name)")
+    option(
+        "--require-newer",
+        action="store_true",
+        help="refuse to replace the same version or a higher one; versions are whole numbers",
+    )
     option("--dry-run", action="store_true", help="check everything, and write nothing")
     option(
         "--pause",
@@ -84,6 +89,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         act=lambda sync, progress: sync.push(
             args.checkpoint,
             version=version,
+            require_newer=args.require_newer,
             dry_run=args.dry_run,
             pause=args.pause,
             progress=progress,

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             args.adapter,
             name=args.name,
             version=version,
+            require_newer=args.require_newer,
             dry_run=args.dry_run,
             pause=args.pause,
             progress=progress,

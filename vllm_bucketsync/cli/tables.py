@@ -43,6 +43,10 @@ def report_table(report: Mapping[str, Any]) -> Table:
     table.add_row("transport", escape(f"{report['transport']}: {report['transport_reason']}"))
     if skipped := report.get("skipped"):
         table.add_row("skipped", escape(", ".join(skipped)))
+    if left_as_is := report.get("left_as_is"):
+        table.add_row("left as it was", escape(", ".join(left_as_is)))
+    if report.get("goes_back"):
+        table.add_row("went back from", escape(str(report.get("previous_version"))))
     for worker in report.get("workers", ()):
         for note in worker["notes"]:
             table.add_row(f"note of rank {worker['rank']}", escape(note))
@@ -67,13 +71,19 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             str(worker["pid"]),
             escape(worker["device"]),
             "initial" if version is None else escape(version),
-            "[red]torn[/red]" if worker["is_torn"] else "whole",
+            _state_of(worker),
             str(worker["num_updates"]),
             str(worker["num_failures"]),
             worker.get("transport") or "",
             escape(", ".join(f"{one['name']}@{one['version']}" for one in _adapters(worker))),
         )
     return table
+
+
+def _state_of(worker: Mapping[str, Any]) -> str:
+    if worker["is_torn"]:
+        return "[red]torn[/red]"
+    return "partly older" if worker.get("left_as_is") else "whole"
 
 
 def _adapters(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -72,7 +72,12 @@ class WorkerExtension:
                 mode=PlanMode.from_env(),
             )
 
+        def adapter_versions() -> dict[str, str]:
+            shelf = find_shelf(worker)
+            return {} if shelf is None else shelf.versions()
+
         return serve.Worker(
+            adapter_versions=adapter_versions,
             make_sink=make_sink,
             rank=worker.rank,
             dp_index=getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0),
