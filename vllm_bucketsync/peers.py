@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import EngineState
+from .errors import EngineState, RemoteProtocolError
 from .messages import AdapterSpec, Done, Hello
 from .session import Session
 
@@ -37,6 +37,12 @@ class Peer:
     def holds(self, adapter: AdapterSpec | None) -> str | None:
         """Return which version it had of what is updated, before; ``None`` for none."""
         return self.hello.version if adapter is None else self.hello.adapters.get(adapter.name)
+
+    def blamed(self, error: RemoteProtocolError) -> RemoteProtocolError:
+        """Return what is wrong with something that it said, with who it was."""
+        found = RemoteProtocolError(f"{self} broke the protocol: {error}")
+        found.rank = self.hello.rank
+        return found
 
     def __str__(self) -> str:
         """Return how messages for people name it."""

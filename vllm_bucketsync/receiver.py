@@ -63,6 +63,7 @@ class Receiver:
         was_torn: Whether an earlier update had left the worker torn.
         num_tensors: Tensors that arrived, once all have.
         num_bytes: Their bytes.
+        sender: What messages call the other end.
         left_as_is: Patterns of ``partial`` that were used, once it is committed.
         error: Why it failed, as the error that was replied.
     """
@@ -89,6 +90,7 @@ class Receiver:
         self.was_torn = memory.is_torn
         self.num_tensors = 0
         self.num_bytes = 0
+        self.sender = "the trainer"
         self.left_as_is: tuple[str, ...] = ()
         self.session = Session(Role.RECEIVER)
         self.opened: Open | None = None
@@ -125,6 +127,9 @@ class Receiver:
         """
         if not isinstance(error, BucketSyncError):
             logger.error("update failed in worker %d", self._rank, exc_info=error)
+        if isinstance(error, RemoteProtocolError) and not self.session.has_ended:
+            where = self.describe()
+            error = RemoteProtocolError(f"{self.sender} broke the protocol at {where}: {error}")
         state = self._abort()
         code, message, details = to_wire(error)
         reply = Error(code=code, message=message[:65_000], details=details, state=state)

@@ -234,7 +234,10 @@ class Sender:
         peer = self.peers.get(key)
         if peer is None:
             return
-        peer.session.receive(reply)
+        try:
+            peer.session.receive(reply)
+        except RemoteProtocolError as error:
+            raise peer.blamed(error) from None
         match reply:
             case Fallback(reason=reason):
                 peer.fallback = reason

@@ -269,6 +269,7 @@ def _run_linked(worker: Worker, receiver: Receiver, offer: Offer, sender: link.L
 
 def _run_dialled(worker: Worker, receiver: Receiver, offer: Offer, endpoint: str) -> None:
     with Dialer(endpoint) as channel:
+        receiver.sender = f"the trainer (pid {channel.peer_pid or 'unknown'})"
         channel.send(encode(receiver.greet(worker.hello(offer))))
         try:
             while not receiver.session.has_ended:
@@ -288,16 +289,18 @@ def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
     timeout_s = offer.connect_timeout_s if is_first else offer.idle_timeout_s
     deadline_s = time.monotonic() + timeout_s
     while (left_s := deadline_s - time.monotonic()) > 0:
-        data = channel.receive(left_s)
+        try:
+            data = channel.receive(left_s)
+        except PeerLostError as error:
+            text = f"{error}; this worker was at {receiver.describe()}"
+            raise PeerLostError(text, pid=error.pid) from None
         if data is not None:
             return decode_command(data)
-    pid = channel.peer_pid
     name = "connect_timeout_s" if is_first else "idle_timeout_s"
     raise ChannelTimeoutError(
         timeout_s=timeout_s,
-        waiting_for=f"the next command of the trainer (pid {pid or 'unknown'}), after "
-        f"{receiver.describe()}",
-        advice=f"the trainer is {doing(pid) or 'not known to be alive'}, and has sent nothing, not "
+        waiting_for=f"the next command of {receiver.sender}, after {receiver.describe()}",
+        advice=f"the trainer is {doing(channel.peer_pid) or 'not known to be alive'}, and has sent nothing, not "
         f"even that its source is at work: one tensor takes longer than that, or it hangs; raise "
         f"{name} if it needs longer",
     )

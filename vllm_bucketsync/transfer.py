@@ -235,7 +235,11 @@ class _Run:
             return
         try:
             reply = decode_reply(event.data)
-        except RemoteProtocolError as error:
+        except RemoteProtocolError as found:
+            peer = self._sender.peers.get(event.peer)
+            pid = self._listener.peer_pid(event.peer)
+            strange = RemoteProtocolError(f"pid {pid}, which has not said hello, sent {found}")
+            error = strange if peer is None else peer.blamed(found)
             # From a worker that has not said hello: of another version, most likely. Later
             # nobody else is expected, and what a stranger says is no reason to end it.
             if event.peer in self._sender.peers or self._sender.phase is Phase.GREETING:

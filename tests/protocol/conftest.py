@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import forking
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shared memory is left, if it is
 # What the directories of tests are called, also those of a test that runs beside us.
@@ -35,8 +36,14 @@ def _session_dir() -> Iterator[Path]:
     _remove(path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(_resource_tracker: None, _session_dir: Path) -> None:
+    """Started with the environment of the session, and kept to the end as well."""
+    forking.start()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_resource_tracker: None, _session_dir: Path) -> Iterator[None]:
+def _nothing_is_left(_fork_server: None, _session_dir: Path) -> Iterator[None]:
     files, fds, children = set(_session_dir.rglob("*")), _fds(), _children()
 
     yield
