@@ -132,6 +132,10 @@ class Listener:
             if event is not None or not self._socket.wait(deadline):
                 return event
 
+    def peers(self) -> frozenset[bytes]:
+        """Return who has spoken by now, and was not reported lost."""
+        return self._connections.peers()
+
     def peer_pid(self, peer: bytes) -> int | None:
         """Return a peer's process id as the kernel knows it; ``None`` if it is gone."""
         connection = self._connections.find(peer)
@@ -282,6 +286,9 @@ class Dialer:
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Hand over what was sent, for ``linger_s`` seconds at most. Idempotent."""
+        if not self._socket.is_closed:
+            # What was sent to one who is gone is handed over to nobody.
+            self._watch()
         self._socket.close(linger_s=0.0 if self._is_lost else linger_s)
 
     def __enter__(self) -> Self:

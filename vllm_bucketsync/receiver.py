@@ -17,6 +17,7 @@ from .arrivals import Arrivals, check_manifest
 from .errors import (
     BucketSyncError,
     EngineState,
+    PeerLostError,
     RemoteProtocolError,
     TransportError,
     UnsupportedError,
@@ -127,9 +128,8 @@ class Receiver:
         """
         if not isinstance(error, BucketSyncError):
             logger.error("update failed in worker %d", self._rank, exc_info=error)
-        if isinstance(error, RemoteProtocolError) and not self.session.has_ended:
-            where = self.describe()
-            error = RemoteProtocolError(f"{self.sender} broke the protocol at {where}: {error}")
+        if not self.session.has_ended:
+            error = self._placed(error)
         state = self._abort()
         code, message, details = to_wire(error)
         reply = Error(code=code, message=message[:65_000], details=details, state=state)
@@ -137,6 +137,15 @@ class Receiver:
             self.session.send(reply)
             self.error = reply
         return reply
+
+    def _placed(self, error: BaseException) -> BaseException:
+        """Return an error of the other end with who that is, and where the update was."""
+        where = self.describe()
+        if isinstance(error, RemoteProtocolError):
+            return RemoteProtocolError(f"{self.sender} broke the protocol at {where}: {error}")
+        if isinstance(error, PeerLostError):
+            return PeerLostError(f"{error}; this worker was at {where}", pid=error.pid)
+        return error
 
     def describe(self) -> str:
         """Return how far the update has come here, for messages."""

@@ -289,20 +289,16 @@ def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
     timeout_s = offer.connect_timeout_s if is_first else offer.idle_timeout_s
     deadline_s = time.monotonic() + timeout_s
     while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            data = channel.receive(left_s)
-        except PeerLostError as error:
-            text = f"{error}; this worker was at {receiver.describe()}"
-            raise PeerLostError(text, pid=error.pid) from None
+        data = channel.receive(left_s)
         if data is not None:
             return decode_command(data)
     name = "connect_timeout_s" if is_first else "idle_timeout_s"
     raise ChannelTimeoutError(
         timeout_s=timeout_s,
         waiting_for=f"the next command of {receiver.sender}, after {receiver.describe()}",
-        advice=f"the trainer is {doing(channel.peer_pid) or 'not known to be alive'}, and has sent nothing, not "
-        f"even that its source is at work: one tensor takes longer than that, or it hangs; raise "
-        f"{name} if it needs longer",
+        advice=f"it is {doing(channel.peer_pid) or 'not known to be alive'}, and has sent "
+        f"nothing, not even that its source is at work: one tensor takes longer than that, or it "
+        f"hangs; raise {name} if it needs longer",
     )
 
 

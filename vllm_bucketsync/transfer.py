@@ -35,6 +35,10 @@ DRAIN_TIMEOUT_S = 2.0
 LAST_WORDS_TIMEOUT_S = 5.0
 # For the RPC to return after the last worker's last message.
 RETURN_TIMEOUT_S = 30.0
+# For it to return after an update that failed: a worker may be stopped, or on its way here.
+FAILED_RETURN_TIMEOUT_S = 1.0
+# For a socket to tell which worker is dead, where the RPC has failed of it.
+DEATH_TIMEOUT_S = 0.25
 
 
 def run_remote(
@@ -68,9 +72,12 @@ def run_remote(
     except BaseException as error:  # noqa: BLE001
         sender.fail(error)
         run.drain()
-    deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
-    for call in calls:
-        call.wait(max(0.0, deadline_s - time.monotonic()))
+    if sender.error is None:
+        deadline_s = time.monotonic() + RETURN_TIMEOUT_S
+        for call in calls:
+            call.wait(max(0.0, deadline_s - time.monotonic()))
+    else:
+        run.see_off()
     return calls
 
 
@@ -179,6 +186,8 @@ class _Run:
         self._watch = _Watch(sender, settings)
         self._unreachable: dict[bytes, PeerLostError] = {}
         self._done_since_s: dict[int, float] = {}
+        # Of an earlier update: what they still have to say is not about this one.
+        self._former = listener.peers()
 
     def step(self) -> None:
         """Send what can be sent, then take one message, or see why none comes.
@@ -213,6 +222,15 @@ class _Run:
                 self._take(event)
         self._give_up("it did not answer the abort")
 
+    def see_off(self) -> None:
+        """Give the calls a moment to return, and tell workers that come late to go."""
+        deadline_s = time.monotonic() + FAILED_RETURN_TIMEOUT_S
+        while not all(call.is_done for call in self._calls) and time.monotonic() < deadline_s:
+            self._send()
+            event = self._listener.receive(WATCH_S)
+            if event is not None:
+                self._take(event)
+
     def _send(self) -> bool:
         outgoing = self._sender.advance()
         for key, command in outgoing:
@@ -224,6 +242,8 @@ class _Run:
         return any(key in self._sender.peers for key, _ in outgoing)
 
     def _take(self, event: Event) -> None:
+        if event.peer in self._former:
+            return
         if isinstance(event, Lost):
             peer = self._sender.peers.get(event.peer)
             text = (
@@ -264,10 +284,11 @@ class _Run:
     def _may_still_speak(self, index: int) -> bool:
         """Whether the workers of an engine, all of which came, are well and not heard yet."""
         call = self._calls[index]
-        if call.error is not None or has_failed(call.result) or not self._sender.has_all_of(index):
+        if has_failed(call.result) or not self._sender.has_all_of(index):
             return False
         since_s = self._done_since_s.setdefault(index, time.monotonic())
-        return time.monotonic() - since_s < LAST_WORDS_TIMEOUT_S
+        timeout_s = LAST_WORDS_TIMEOUT_S if call.error is None else DEATH_TIMEOUT_S
+        return time.monotonic() - since_s < timeout_s
 
     def _give_up(self, reason: str) -> None:
         for key, peer in self._sender.peers.items():

@@ -134,6 +134,8 @@ def raised(case: Case) -> Codes:
     if case.fault == "kill" and case.state is State.GREETING:
         # Nobody knows it yet but the engine whose process it was.
         lost = {"EngineUnreachableError"}
+    if case.fault == "kill" and case.state is State.GREETED:
+        lost = {"EngineUnreachableError", "PeerLostError"}
     of_fault = {"kill": lost, "cut": lost, "stop": {late}, "silence": {late}}
     return frozenset(of_fault.get(case.fault, {"RemoteError"}))
 
@@ -159,7 +161,9 @@ def answered(case: Case) -> Codes:
         case "kill" | "cut":
             return own | frozenset({"peer_lost", *([""] if is_over else [])})
         case "stop" | "silence":
-            return own | frozenset({"channel_timeout", *([""] if is_over else [])})
+            # Who waits longest may hear from the trainer that another has given up.
+            is_told = is_over or case.fault == "silence"
+            return own | frozenset({"channel_timeout", *([""] if is_told else [])})
         case _:
             # The one that it was said to, and the others, which are told to forget it.
             return own | frozenset({"remote_protocol", ""})

@@ -29,6 +29,8 @@ from vllm_bucketsync.sinks import Bucket, SinkReport
 
 # Of what is not answered: longer than any deadline of the tests.
 SILENCE_S = 1.5
+# In the middle of the stream, and not before it.
+NUM_BATCHES_BEFORE = 2
 # Which of a sink's calls runs in which state.
 CALLS = {
     "open": State.OPENING,
@@ -162,6 +164,8 @@ def _arrive(session: Session, *, is_due: bool, only: set[str] | None = None) -> 
     if strike is None or strike.fault == "loader" or session.state is not strike.state:
         return
     if only is not None and strike.fault not in only:
+        return
+    if session.state is State.READY and session.num_batches < NUM_BATCHES_BEFORE:
         return
     if is_due:
         _Watched.is_due = True
