@@ -5,12 +5,14 @@ This is the only file that calls ZeroMQ, so that each of its errors becomes one 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,10 @@ SCHEME = "ipc://"
 # The kernel's limit for the path of a socket, less the zero byte that ends it.
 MAX_PATH_BYTES = 107
 
+# Of a context: one for input and output, and one that closes sockets.
+_NUM_THREADS = 2
+# Of a context with a socket, its monitor, and a connection; a few are to spare.
+_NUM_FDS = 16
 _MONITOR = "inproc://monitor"
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
 _MAX_WAIT_S = 86_400.0
@@ -54,6 +60,7 @@ class MonitoredSocket:
             TransportError: ZeroMQ has no resources left.
         """
         self.is_closed = False
+        _check_resources()
         with _zmq_errors("open a socket"):
             self._context = zmq.Context()
             self._socket = self._context.socket(kind)
@@ -211,6 +218,30 @@ class MonitoredSocket:
     def _check_open(self) -> None:
         if self.is_closed:
             raise LocalProtocolError("the channel was used after it was closed")
+
+
+def _check_resources() -> None:
+    """Confirm that libzmq will get its threads and descriptors: it ends the process without.
+
+    Raises:
+        TransportError: There are too few.
+    """
+    is_over = threading.Event()
+    fds: list[int] = []
+    try:
+        for _ in range(_NUM_THREADS):
+            _thread.start_new_thread(is_over.wait, ())
+        fds.extend(os.eventfd(0) for _ in range(_NUM_FDS))
+    except (RuntimeError, OSError) as error:
+        raise TransportError(
+            f"no socket can be opened: {error}; this process needs {_NUM_THREADS} more threads "
+            f"and {_NUM_FDS} more descriptors; look at its limits (ulimit -u, ulimit -n), and at "
+            f"its container's limit of pids"
+        ) from error
+    finally:
+        is_over.set()
+        for fd in fds:
+            os.close(fd)
 
 
 def _options(kind: int, heartbeat_timeout_s: float) -> dict[int, int]:

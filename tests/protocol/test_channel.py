@@ -17,7 +17,7 @@ from support.processes import Child
 
 from vllm_bucketsync import channel, sockets
 from vllm_bucketsync.channel import Dialer, Listener, Lost, Received
-from vllm_bucketsync.errors import ConfigError, LocalProtocolError, PeerLostError
+from vllm_bucketsync.errors import ConfigError, LocalProtocolError, PeerLostError, TransportError
 from vllm_bucketsync.messages import MAX_MESSAGE_BYTES
 from vllm_bucketsync.rundir import remove_stale
 
@@ -566,3 +566,16 @@ def test_no_message_but_the_first_of_a_peer_is_held_where_an_interrupt_would_be_
         assert [one.receive(PATIENCE_S) for _ in range(50)] == texts(0, 50)
 
     assert num_frames == 2
+
+
+def test_without_threads_there_is_an_error_and_not_the_end_of_the_process(
+    shm_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(sockets._thread, "start_new_thread", refused)
+    with pytest.raises(TransportError, match=r"can't start new thread.*ulimit -u.*pids"):
+        Listener(shm_dir)
+    monkeypatch.undo()
+    Listener(shm_dir).close()

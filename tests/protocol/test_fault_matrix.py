@@ -53,6 +53,7 @@ from vllm_bucketsync.sync import WeightSync
 
 # Seconds within which a death, or a broken rule, must be known to the others.
 AT_ONCE_S = 1.0
+CONNECT_S = 1.0
 IDLE_S = 0.4
 COMMIT_S = 0.5
 # Beyond a deadline: for the others to be told, and a call that does not return.
@@ -115,10 +116,12 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def deadlines(case: Case, directory: str) -> dict[str, Any]:
     """Return settings: short for what the case waits for, long for what it does not."""
     waits = case.fault in {"stop", "silence"}
-    is_early = case.state in {State.GREETING, State.GREETED}
+    is_early = case.state in {State.GREETING, State.GREETED, State.OPENING}
+    # What was cut before it was read is waited for as well.
+    is_missed = case.fault == "cut" and case.state is State.GREETED
     return {
         "dir": directory,
-        "connect_timeout_s": 0.5 if waits and is_early else 10.0,
+        "connect_timeout_s": CONNECT_S if (waits and is_early) or is_missed else 10.0,
         "idle_timeout_s": IDLE_S if waits else 10.0,
         "commit_timeout_s": COMMIT_S if waits else 10.0,
     }
@@ -241,9 +244,9 @@ def check_time(case: Case, stamp: Path, ended_s: float) -> None:
     if case.fault == "source" or not stamp.exists():
         return
     took_s = ended_s - float(stamp.read_text(encoding="ascii"))
-    if case.fault in {"stop", "silence"}:
+    if case.fault in {"stop", "silence"} or deadlines(case, "")["connect_timeout_s"] == CONNECT_S:
         # Workers wait twice as long as their trainer: it says better what is late.
-        limit_s = 2 * max(0.5, IDLE_S, COMMIT_S) + IDLE_S + AFTERWARDS_S
+        limit_s = 2 * max(CONNECT_S, IDLE_S, COMMIT_S) + IDLE_S + AFTERWARDS_S
     else:
         # Last words that were cut off linger before the worker's call returns.
         limit_s = AT_ONCE_S + (LINGER_S if case.fault == "cut" else 0.0)
@@ -252,8 +255,8 @@ def check_time(case: Case, stamp: Path, ended_s: float) -> None:
 
 def check_text(case: Case, text: str, pid: int) -> None:
     """See that what a push raises says where it was, and who is to blame."""
-    # Of one that has not said who it is, only the engine can say that it is gone.
-    is_early = case.state is State.GREETED and case.fault == "kill"
+    # Its Hello may not have been read: nobody knows then who it was.
+    is_early = case.state is State.GREETED and case.fault in {"kill", "stop", "silence", "cut"}
     if not text or is_early or case.state is State.GREETING or case.has_failing_source:
         return
     if case.fault == "loader" or case.has_failing_loader:

@@ -134,8 +134,9 @@ def raised(case: Case) -> Codes:
     if case.fault == "kill" and case.state is State.GREETING:
         # Nobody knows it yet but the engine whose process it was.
         lost = {"EngineUnreachableError"}
-    if case.fault == "kill" and case.state is State.GREETED:
-        lost = {"EngineUnreachableError", "PeerLostError"}
+    if case.state is State.GREETED:
+        # It may have been read before, or not.
+        lost |= {"EngineUnreachableError"} if case.fault == "kill" else {"ChannelTimeoutError"}
     of_fault = {"kill": lost, "cut": lost, "stop": {late}, "silence": {late}}
     return frozenset(of_fault.get(case.fault, {"RemoteError"}))
 

@@ -10,7 +10,13 @@ import multiprocessing
 from multiprocessing import forkserver
 from typing import Any
 
-_PRELOADED = ["torch", "support.fake_engine", "support.trainer_process", "support.striking"]
+_PRELOADED = [
+    "torch",
+    "support.fake_engine",
+    "support.trainer_process",
+    "support.striking",
+    "support.small_shm",
+]
 
 
 def start() -> None:

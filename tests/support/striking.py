@@ -28,7 +28,7 @@ from vllm_bucketsync.session import Role, Session, State
 from vllm_bucketsync.sinks import Bucket, SinkReport
 
 # Of what is not answered: longer than any deadline of the tests.
-SILENCE_S = 1.5
+SILENCE_S = 2.5
 # In the middle of the stream, and not before it.
 NUM_BATCHES_BEFORE = 2
 # Which of a sink's calls runs in which state.
