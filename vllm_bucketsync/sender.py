@@ -243,6 +243,8 @@ class Sender:
                 peer.fallback = reason
             case Done():
                 peer.done, peer.state = reply, EngineState.COMMITTED
+            case Aborted(state=EngineState.COMMITTED):
+                raise peer.blamed(RemoteProtocolError("Aborted cannot leave anything committed"))
             case Aborted(state=state):
                 peer.state = state
             case Error(code=code, message=message, details=details, state=state):

@@ -100,6 +100,8 @@ class MonitoredSocket:
         except zmq.ZMQError as error:
             number = error.errno or errno.EIO
             raise OSError(number, os.strerror(number), str(path)) from error
+        # Whatever the umask is: nobody else gets into the directory, nor would here.
+        path.chmod(0o600)
         return path
 
     def connect(self, endpoint: str) -> None:

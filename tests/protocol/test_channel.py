@@ -574,7 +574,7 @@ def test_without_threads_there_is_an_error_and_not_the_end_of_the_process(
     def refused(*_: object) -> int:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(sockets._thread, "start_new_thread", refused)
+    monkeypatch.setattr("_thread.start_new_thread", refused)
     with pytest.raises(TransportError, match=r"can't start new thread.*ulimit -u.*pids"):
         Listener(shm_dir)
     monkeypatch.undo()
