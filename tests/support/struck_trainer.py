@@ -59,22 +59,28 @@ class Order:
         is_failing: The source fails half-way.
         strike: What happens to the trainer meanwhile.
         settings: Of its ``WeightSync``.
+        folder: A checkpoint's, in the place of these weights.
     """
 
     fill: int
     is_failing: bool = False
     strike: striking.Strike | None = None
     settings: dict[str, Any]
+    folder: str = ""
 
 
 class _Engine(PipeEngine):
-    """Two workers, behind a pipe of their own."""
+    """Some workers, behind a pipe of their own."""
+
+    def __init__(self, pipe: Connection, num_workers: int) -> None:
+        super().__init__(pipe)
+        self._num_workers = num_workers
 
     def num_workers(self) -> int:
-        return 2
+        return self._num_workers
 
 
-def _train(orders: Connection, asked: Connection, device: str) -> None:
+def _train(orders: Connection, asked: Connection, device: str, num_workers: int) -> None:
     torch.set_num_threads(1)
     shorten_patience()
     striking.watch(Role.SENDER)
@@ -84,8 +90,9 @@ def _train(orders: Connection, asked: Connection, device: str) -> None:
         except EOFError:
             return
         striking.arm(order.strike)
-        weights = (failing if order.is_failing else tensors)(order.fill, device)
-        with WeightSync(_Engine(asked), slot_size=SLOT_SIZE, **order.settings) as sync:
+        made: Any = failing if order.is_failing else tensors
+        weights = order.folder or made(order.fill, device)
+        with WeightSync(_Engine(asked, num_workers), slot_size=SLOT_SIZE, **order.settings) as sync:
             try:
                 sync.push(weights, version=order.fill)
             except Exception as error:  # noqa: BLE001 - whatever it is, the test gets to see it
@@ -102,11 +109,13 @@ def _train(orders: Connection, asked: Connection, device: str) -> None:
 class StruckTrainer:
     """The parent's end: gives orders, and is the engine's side of the calls."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, num_workers: int = 2) -> None:
         context = forking.context()
         self._orders, theirs = context.Pipe()
         self._asked, asked = context.Pipe()
-        self.process = context.Process(target=_train, args=(theirs, asked, device), daemon=True)
+        self.process = context.Process(
+            target=_train, args=(theirs, asked, device, num_workers), daemon=True
+        )
         self.process.start()
         theirs.close()
         asked.close()
