@@ -13,6 +13,7 @@ from support.bytes_of import bytes_of
 from support.worlds import World
 
 from vllm_bucketsync import MissingTensorError, WeightSync
+from vllm_bucketsync.worker import compat
 
 every_kind = pytest.mark.parametrize("world", tiny_models.KINDS, indirect=True)
 
@@ -74,8 +75,10 @@ def test_what_the_trainer_s_thread_has_set_is_not_for_the_engine(
             with torch.device("meta"), torch.inference_mode():
                 sync.push(iter(source.items()) if is_streamed else source, version=seed)
             world.holds(seed)
-            model = engines.worker_of(world.llm).model_runner.get_model()
-            assert not any(tensor.is_inference() for tensor in model.parameters())
+    config = engines.worker_of(world.llm).vllm_config
+    with torch.device("meta"), torch.inference_mode(), compat.engine_context(config):
+        made = torch.empty(1)
+    assert (made.device.type, made.is_inference()) == ("cpu", False)
     assert engines.greedy(world.llm) == world.truths[0].outputs
 
 
