@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from support import forking
+from support.struck_trainer import shorten_patience
+
+from vllm_bucketsync import transfer
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shared memory is left, if it is
 # What the directories of tests are called, also those of a test that runs beside us.
@@ -40,6 +43,9 @@ def _session_dir() -> Iterator[Path]:
 def _fork_server(_resource_tracker: None, _session_dir: Path) -> None:
     """Started with the environment of the session, and kept to the end as well."""
     forking.start()
+    # What was imported by now stays: the collections after each test need not look at it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,14 @@ def _nothing_is_left(_fork_server: None, _session_dir: Path) -> Iterator[None]:
     assert _children() - children == set()
     assert set(_session_dir.rglob("*")) - files == set()
     assert {fd: target for fd, target in _fds().items() if fd not in fds} == {}
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait less than users do for workers that do not answer an abort."""
+    for name in ("DRAIN_TIMEOUT_S", "RETURN_TIMEOUT_S"):
+        monkeypatch.setattr(transfer, name, getattr(transfer, name))
+    shorten_patience()
 
 
 @pytest.fixture

@@ -41,11 +41,10 @@ from support.struck_trainer import (
     Order,
     StruckTrainer,
     failing,
-    shorten_patience,
     tensors,
 )
 
-from vllm_bucketsync import errors, transfer
+from vllm_bucketsync import errors
 from vllm_bucketsync.channel import LINGER_S
 from vllm_bucketsync.messages import encode
 from vllm_bucketsync.session import State
@@ -104,13 +103,6 @@ def _nothing_is_left(_fork_server: None, _session_dir: Path) -> Iterator[None]:
     gc.collect()
     assert set(_session_dir.rglob("*")) == files
     assert held() == before
-
-
-@pytest.fixture
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DRAIN_TIMEOUT_S", "RETURN_TIMEOUT_S"):
-        monkeypatch.setattr(transfer, name, getattr(transfer, name))
-    shorten_patience()
 
 
 def deadlines(case: Case, directory: str) -> dict[str, Any]:

@@ -33,7 +33,9 @@ TENSORS = {f"model.layers.{i}.weight": torch.full((256,), float(i)) for i in ran
 AT_ONCE_S = 1.0
 
 
-def test_a_stopped_worker_is_a_timeout_and_the_engine_is_busy_until_it_goes_on() -> None:
+def test_a_stopped_worker_is_a_timeout_and_the_engine_is_busy_until_it_goes_on(
+    short_patience: None,
+) -> None:
     with (
         FakeEngine("stop load") as engine,
         WeightSync(engine, slot_size=1024, connect_timeout_s=5, idle_timeout_s=0.5) as sync,

@@ -84,7 +84,7 @@ def check_good(engine: ThreadEngine) -> None:
         assert sink.tensors[name].numpy().tobytes() == tensor.numpy().tobytes()
 
 
-@pytest.mark.parametrize("token", ["", "0" * 32, "\x00", "é" * 40])
+@pytest.mark.parametrize("token", ["", "0" * 32, "\x00", "é"])
 def test_a_wrong_token_gets_a_refusal_and_no_handle(
     token: str, attacked: Callable[[Attack], ThreadEngine]
 ) -> None:
@@ -111,11 +111,11 @@ def test_a_wrong_token_gets_a_refusal_and_no_handle(
     ids=["older", "newer", "another host", "another engine"],
 )
 def test_a_worker_that_cannot_take_part_ends_the_push_and_is_named(
-    changes: dict[str, Any], shm_dir: str
+    changes: dict[str, Any], shm_dir: str, short_patience: None
 ) -> None:
     dialers: list[Dialer] = []
     engine = AttackedEngine(lambda offer: dialers.append(say_hello(offer, **changes)))
-    with WeightSync(engine, dir=shm_dir, idle_timeout_s=0.5) as sync:
+    with WeightSync(engine, dir=shm_dir, idle_timeout_s=0.3) as sync:
         with pytest.raises(BucketSyncError, match="pid 1000") as caught:
             sync.push(TENSORS, version=1)
         assert caught.value.engine_state in {"unchanged", "unknown"}
@@ -128,11 +128,11 @@ def test_a_worker_that_cannot_take_part_ends_the_push_and_is_named(
 
 
 def test_a_second_worker_of_the_same_rank_ends_the_push_and_nothing_is_committed(
-    shm_dir: str,
+    shm_dir: str, short_patience: None
 ) -> None:
     dialers: list[Dialer] = []
     engine = AttackedEngine(lambda offer: dialers.append(say_hello(offer)))
-    with WeightSync(engine, dir=shm_dir, idle_timeout_s=0.5) as sync:
+    with WeightSync(engine, dir=shm_dir, idle_timeout_s=0.3) as sync:
         with pytest.raises(BucketSyncError, match="same rank") as caught:
             sync.push(TENSORS, version=1)
         assert caught.value.engine_state in {"unchanged", "unknown"}
