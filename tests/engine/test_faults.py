@@ -20,7 +20,7 @@ from vllm_bucketsync import WeightSync
 from vllm_bucketsync.session import State
 
 KIND = "qwen3"
-IDLE_S = 0.5
+IDLE_S = 1.5
 # A death is seen in a second; a stop when the worker has waited twice as long as its trainer.
 LIMITS_S = {"kill": 1.0, "stop": 2 * IDLE_S + 2.0}
 

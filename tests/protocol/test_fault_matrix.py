@@ -53,8 +53,8 @@ from vllm_bucketsync.sync import WeightSync
 # Seconds within which a death, or a broken rule, must be known to the others.
 AT_ONCE_S = 1.0
 CONNECT_S = 1.0
-IDLE_S = 0.4
-COMMIT_S = 0.5
+IDLE_S = 0.6
+COMMIT_S = 0.6
 # Beyond a deadline: for the others to be told, and a call that does not return.
 AFTERWARDS_S = 3.0
 NUM_WORKERS = 2
@@ -76,6 +76,9 @@ class Stage:
         self.fill = 0
         self.has_respawned = False
         self.baseline: list[dict[str, int]] = []
+        # Drivers and allocators take what they need with the first update, and keep it.
+        with WeightSync(self.engine, slot_size=SLOT_SIZE) as sync:
+            sync.push(tensors(self.next_fill(), device), version=self.fill)
 
     def next_fill(self) -> int:
         self.fill += 1

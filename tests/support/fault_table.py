@@ -160,7 +160,9 @@ def answered(case: Case) -> Codes:
         case "source":
             return frozenset({""})
         case "kill" | "cut":
-            return own | frozenset({"peer_lost", *([""] if is_over else [])})
+            # One that came after the others were cut off is told to go.
+            is_told = is_over or case.fault == "cut"
+            return own | frozenset({"peer_lost", *([""] if is_told else [])})
         case "stop" | "silence":
             # Who waits longest may hear from the trainer that another has given up.
             is_told = is_over or case.fault == "silence"
