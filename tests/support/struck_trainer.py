@@ -47,7 +47,7 @@ def failing(fill: int, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]
 def shorten_patience(module: Any = transfer) -> None:
     """Give workers that do not answer an abort less time than users do."""
     module.DRAIN_TIMEOUT_S = 0.2
-    module.RETURN_TIMEOUT_S = 0.3
+    module.RETURN_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
