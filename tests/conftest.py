@@ -9,7 +9,28 @@ import pytest
 _HERE = Path(__file__).parent
 # Seconds for one test, a hang included; a fresh interpreter that imports torch takes a few.
 _TIMEOUTS_S = {"unit": 30, "protocol": 60, "engine": 300, "gpu": 300}
+_FAULT = "test_fault_matrix.py::test_a_fault["
 _MARKERS = {"engine": pytest.mark.vllm, "gpu": pytest.mark.gpu}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many faults were tried, and how many ended well."""
+    tried = {
+        report.nodeid: report.outcome
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if _FAULT in getattr(report, "nodeid", "") and getattr(report, "when", "") == "call"
+    }
+    if not tried:
+        return
+    from support import fault_table
+
+    num_passed = sum(outcome == "passed" for outcome in tried.values())
+    terminalreporter.write_line(
+        f"faults: {num_passed} of {len(tried)} cases passed; the table has "
+        f"{len(fault_table.cases())}, and {len(fault_table.named())} that make no sense, each with "
+        f"its reason"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from .errors import ConfigError, SourceError, utf8
 from .handles import MAX_SHORT_CHARS
 from .messages import MAX_PATTERNS, MAX_VERSION_CHARS
 from .sources import Source
+from .versions import check_ordered
 
 
 def check_patterns(partial: Sequence[str]) -> tuple[str, ...]:
@@ -43,6 +44,14 @@ def check_version(version: int | str) -> str:
         raise ConfigError(
             f"version has {len(text)} characters; at most {MAX_VERSION_CHARS} are allowed"
         )
+    return text
+
+
+def check_order(version: int | str, *, require_newer: bool) -> str:
+    """Return a version as ``check_version`` does; refuse a name where it has to be newer."""
+    text = check_version(version)
+    if require_newer:
+        check_ordered(text)
     return text
 
 

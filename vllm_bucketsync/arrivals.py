@@ -58,6 +58,14 @@ class Arrivals:
         """How many buckets were planned; ``None`` where nothing was."""
         return None if self._plan is None else len(self._plan.buckets)
 
+    def describe(self) -> str:
+        """Return how far it has come, behind a bucket's number, for messages."""
+        buckets = "" if self._plan is None else f" of {len(self._plan.buckets)}"
+        total = "" if self._plan is None else f" of {len(self._metas)}"
+        last = self.num_tensors - (not self._is_open)
+        name = f", {self._metas[last].name}" if 0 <= last < len(self._metas) else ""
+        return f"{buckets} (tensor {self.num_tensors}{total}{name})"
+
     def deviate(self, index: int) -> None:
         """Forget what the manifest says from tensor ``index`` on.
 

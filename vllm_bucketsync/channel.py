@@ -32,7 +32,6 @@ from .sockets import (
     is_trusted,
     peer_credentials,
     probe_listener,
-    source_fd,
 )
 
 HEARTBEAT_TIMEOUT_S = 15.0
@@ -104,6 +103,11 @@ class Listener:
         self.endpoint = f"{SCHEME}{self._path}"
 
     @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._socket.is_closed
+
+    @property
     def can_be_found(self) -> bool:
         """Whether the endpoint's file is there; who cleans a directory may have taken it."""
         return self._path.exists()
@@ -133,6 +137,10 @@ class Listener:
             if event is not None or not self._socket.wait(deadline):
                 return event
 
+    def peers(self) -> frozenset[bytes]:
+        """Return who has spoken by now, and was not reported lost."""
+        return self._connections.peers()
+
     def peer_pid(self, peer: bytes) -> int | None:
         """Return a peer's process id as the kernel knows it; ``None`` if it is gone."""
         connection = self._connections.find(peer)
@@ -157,8 +165,8 @@ class Listener:
 
     def _next_event(self) -> Event | None:
         self._watch()
-        while (frames := self._socket.receive()) is not None:
-            received = self._admit(frames)
+        while (message := self._socket.receive_from(self._knows)) is not None:
+            received = self._admit(*message)
             if received is not None:
                 return received
         self._lost.extend(
@@ -168,13 +176,16 @@ class Listener:
         )
         return self._lost.popleft() if self._lost else None
 
-    def _admit(self, frames: list[zmq.Frame]) -> Received | None:
-        peer, fd = frames[0].bytes, source_fd(frames[-1])
-        if fd is None or len(frames) != 2:
+    def _knows(self, peer: bytes) -> bool:
+        return self._connections.find(peer) is not None
+
+    def _admit(self, frames: list[bytes], fd: int | None) -> Received | None:
+        peer = frames[0]
+        connection = self._connections.find(peer)
+        if len(frames) != 2 or (connection is None and fd is None):
             logger.warning("ignoring a message that is none of a dialer's on %s", self.endpoint)
             return None
-        connection = self._connections.find(peer)
-        if connection is None:
+        if connection is None and fd is not None:
             self._watch()
             connection = self._connections.identify(
                 peer, fd, is_reachable=lambda: self._socket.can_reach(peer)
@@ -186,9 +197,9 @@ class Listener:
                     connection.uid,
                     self.endpoint,
                 )
-        if not is_trusted(connection.uid):
+        if connection is None or not is_trusted(connection.uid):
             return None
-        return Received(peer, frames[1].bytes, fd)
+        return Received(peer, frames[1], connection.fd)
 
     def _watch(self) -> None:
         """Read the monitor dry, and ask the kernel who the newcomers are."""
@@ -276,8 +287,8 @@ class Dialer:
             self._watch()
             while (frames := self._socket.receive()) is not None:
                 # An empty frame is how a listener finds out whether we are reachable.
-                if frames[-1].bytes:
-                    return frames[-1].bytes
+                if frames[-1]:
+                    return frames[-1]
             if self._was_lost:
                 raise self._lost()
             if not self._socket.wait(deadline):
@@ -285,6 +296,9 @@ class Dialer:
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Hand over what was sent, for ``linger_s`` seconds at most. Idempotent."""
+        if not self._socket.is_closed:
+            # What was sent to one who is gone is handed over to nobody.
+            self._watch()
         self._socket.close(linger_s=0.0 if self._was_lost else linger_s)
 
     def __enter__(self) -> Self:

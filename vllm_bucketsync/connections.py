@@ -63,6 +63,10 @@ class Connections:
         """Return the connection of a peer, or ``None`` before its first message."""
         return self._by_peer.get(peer)
 
+    def peers(self) -> frozenset[bytes]:
+        """Return the peers whose connection is known."""
+        return frozenset(self._by_peer)
+
     def identify(self, peer: bytes, fd: int, *, is_reachable: Callable[[], bool]) -> Connection:
         """Return the connection that a peer's first message came over.
 

@@ -113,6 +113,23 @@ class EngineUnreachableError(BucketSyncError, ConnectionError):
         self.url = url
 
 
+class OlderVersionError(BucketSyncError, ValueError):
+    """``require_newer`` was set, and the engine holds that version or a newer one.
+
+    Attributes:
+        version: What was to be pushed.
+        held: What the engine holds.
+    """
+
+    code = "older_version"
+    fields = ("version", "held")
+
+    def __init__(self, message: str, *, version: str = "", held: str = "") -> None:
+        super().__init__(message)
+        self.version = version
+        self.held = held
+
+
 class TransportError(BucketSyncError):
     """The bytes or the messages did not get across."""
 

@@ -43,3 +43,18 @@ class _Host:
 
 
 HOST = _Host()
+
+
+def doing(pid: int | None) -> str:
+    """Return what the kernel says that a process does, in a few words for messages.
+
+    Returns:
+        Empty where it cannot be told: it is gone, or in another PID namespace.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # Behind the name, which may hold anything, a parenthesis included.
+    state = stat.rpartition(")")[2].split()[0]
+    return "stopped by a signal" if state in {"T", "t"} else "alive"

@@ -85,6 +85,8 @@ class Hello(Reply, frozen=True, kw_only=True, tag="hello"):
         transport_reason: Why some are not among them.
         regions: Ids of handles that it has open.
         manifests: Digests of manifests that it holds.
+        version: Of the weights that it holds; ``None`` before the first update.
+        adapters: The version of each adapter that was pushed, by name.
     """
 
     token: ShortText
@@ -104,6 +106,8 @@ class Hello(Reply, frozen=True, kw_only=True, tag="hello"):
     transport_reason: Text = ""
     regions: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
     manifests: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=64)] = ()
+    version: ShortText | None = None
+    adapters: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=1024)] = {}
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,6 +238,18 @@ class Deviate(Command, frozen=True, kw_only=True, tag="deviate"):
     index: Count
 
 
+class Busy(Command, frozen=True, kw_only=True, tag="busy"):
+    """The source is giving tensors, and the next bucket is not full yet.
+
+    Sent now and then, so that a slow source is not taken for one that has stopped.
+
+    Attributes:
+        num_tensors: Tensors that it has given.
+    """
+
+    num_tensors: Count
+
+
 class Finish(Command, frozen=True, kw_only=True, tag="finish"):
     """Everything was sent.
 
@@ -328,6 +344,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
         cloned_bytes: Bytes that had to be copied aside while loading.
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
+        left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
         stages_ms: What each stage took in all, in milliseconds; ``waiting`` is for the
             sender. Stages lie one behind the other, kinds of spans within them.
         spans: When each stage and span was, where that was asked for.
@@ -339,6 +356,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
     cloned_bytes: Count = 0
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
     notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
+    left_as_is: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
     stages_ms: Annotated[dict[ShortText, float], msgspec.Meta(max_length=MAX_STAGES)] = {}
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=2 * MAX_SPANS)] = ()
 
@@ -379,7 +397,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
     state: EngineState
 
 
-_COMMANDS = Open | Metas | Batch | Deviate | Finish | Conclude | Commit | Abort
+_COMMANDS = Open | Metas | Batch | Deviate | Busy | Finish | Conclude | Commit | Abort
 _REPLIES = Hello | Ready | Fallback | Ack | Prepared | Done | Aborted | Error
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMAND_DECODER = msgspec.msgpack.Decoder(_COMMANDS)

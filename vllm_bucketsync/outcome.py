@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from .asking import UpdateCall, early_end, has_failed
 from .clients.base import Engine
-from .errors import BucketSyncError, EngineBusyError, EngineState, EngineUnreachableError
+from .errors import (
+    BucketSyncError,
+    ChannelTimeoutError,
+    EngineBusyError,
+    EngineState,
+    EngineUnreachableError,
+)
 from .sender import Sender
 
 
@@ -47,6 +53,11 @@ def explained(error: BaseException, sender: Sender) -> BaseException:
         text += ": some workers have it and some have not; push it again"
     if isinstance(error, BucketSyncError):
         error.engine_state = sender.engine_state
+    if isinstance(error, ChannelTimeoutError) and error.rank is not None and sender.packing:
+        text += (
+            f"; the worker gave up by itself, while the source took {sender.packing.source_s:.1f} "
+            f"s for one tensor, in {sender.packing.describe()}"
+        )
     error.add_note(f"vllm_bucketsync: update {sender.update.update_id}: {text}")
     return error
 

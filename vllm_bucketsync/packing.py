@@ -7,6 +7,7 @@ acknowledged it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,10 +16,13 @@ from .config import Verify
 from .digests import Digests, packed
 from .errors import SourceError
 from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
-from .messages import Batch, Command, Deviate
+from .messages import Batch, Busy, Command, Deviate
 from .slots import Slots
 from .sources import Source, byte_view
 from .timeline import MAKING, PACKING, WAITING_FOR_SLOT, Timeline
+
+# How often workers hear that a source is at work whose next bucket takes long.
+BUSY_S = 0.25
 
 
 class Packing:
@@ -28,6 +32,7 @@ class Packing:
         num_batches: Buckets handed out.
         num_tensors: Tensors that were packed whole.
         num_bytes: Bytes of those tensors.
+        source_s: Seconds that the source took to give its last tensor.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Packing:
         self.num_batches = 0
         self.num_tensors = 0
         self.num_bytes = 0
+        self.source_s = 0.0
 
     def batches(self, num_acks: Callable[[], int]) -> Iterator[list[Command]]:
         """Pack the source, one bucket for every step.
@@ -70,7 +76,8 @@ class Packing:
             num_acks: Tells how many buckets every worker has acknowledged.
 
         Yields:
-            What is to be sent to every worker; nothing while all slots are in use.
+            What is to be sent to every worker; nothing while all slots are in use. Also
+            between two tensors of one bucket, where they come slowly.
 
         Raises:
             SourceError: The source is not what it declared, or cannot be sent.
@@ -80,8 +87,14 @@ class Packing:
             yield from self._ready_batches(self._source.ready, self._manifest, num_acks)
             return
         planner = BucketPlanner(self._slots.layout)
+        asked_s = said_s = time.monotonic()
         for meta, tensor in self._timed(self._source.tensors):
             commands = self._note(meta)
+            now_s = time.monotonic()
+            self.source_s = now_s - asked_s
+            if now_s - said_s > BUSY_S:
+                commands.append(Busy(num_tensors=len(self._sent)))
+                said_s = now_s
             if commands:
                 yield commands
             data = byte_view(tensor)
@@ -89,6 +102,7 @@ class Packing:
                 if entry is None:
                     yield [self._end_bucket()]
                     yield from self._wait_for_slot(num_acks)
+                    said_s = time.monotonic()
                     continue
                 self._put(entry, meta)
                 end_byte = entry.first_byte + entry.num_bytes
@@ -100,6 +114,7 @@ class Packing:
             self.num_bytes += meta.num_bytes
             # The source may need the memory for the next tensor.
             del tensor, data, part
+            asked_s = time.monotonic()
         if self._is_planned and self.num_tensors < len(self._manifest or ()):
             # First: the last bucket is less than the one that was planned.
             yield [self._leave_manifest(self.num_tensors)]
@@ -156,7 +171,11 @@ class Packing:
         if declared is not None and last is None and self.num_tensors:
             num_sent, last = self.num_tensors, declared.metas[self.num_tensors - 1]
         name = "" if last is None else f", {last.name}"
-        return f"bucket {self.num_batches} (tensor {num_sent}{total}{name})"
+        buckets = ""
+        if self._is_planned and self._manifest is not None:
+            plan = self._manifest.plan(self._slots.layout, self._slots.placed)
+            buckets = f" of {len(plan.buckets)}"
+        return f"bucket {self.num_batches}{buckets} (tensor {num_sent}{total}{name})"
 
     def _note(self, meta: TensorMeta) -> list[Command]:
         """Keep a meta, and leave the manifest where the stream leaves it."""

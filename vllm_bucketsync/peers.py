@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import EngineState
-from .messages import Done, Hello
+from .errors import EngineState, RemoteProtocolError
+from .messages import AdapterSpec, Done, Hello
 from .session import Session
 
 
@@ -42,6 +42,16 @@ class Peer:
     def has_ended(self) -> bool:
         """Whether nothing more will come from it."""
         return self.is_lost or self.session.has_ended
+
+    def holds(self, adapter: AdapterSpec | None) -> str | None:
+        """Return which version it had of what is updated, before; ``None`` for none."""
+        return self.hello.version if adapter is None else self.hello.adapters.get(adapter.name)
+
+    def blamed(self, error: RemoteProtocolError) -> RemoteProtocolError:
+        """Return what is wrong with something that it said, with who it was."""
+        found = RemoteProtocolError(f"{self} broke the protocol: {error}")
+        found.rank = self.hello.rank
+        return found
 
     def __str__(self) -> str:
         """Return how messages for people name it."""

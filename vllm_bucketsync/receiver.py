@@ -19,6 +19,7 @@ from .corruption import check_arrived
 from .errors import (
     BucketSyncError,
     EngineState,
+    PeerLostError,
     RemoteProtocolError,
     TransportError,
     UnsupportedError,
@@ -32,6 +33,7 @@ from .messages import (
     Aborted,
     Ack,
     Batch,
+    Busy,
     Command,
     Commit,
     Conclude,
@@ -67,6 +69,7 @@ _STAGES: dict[type[Command], str] = {
     Metas: OPENING,
     Batch: LOADING,
     Deviate: LOADING,
+    Busy: LOADING,
     Finish: PREPARING,
     Conclude: PREPARING,
     Commit: COMMITTING,
@@ -86,6 +89,8 @@ class Receiver:
         was_torn: Whether an earlier update had left the worker torn.
         num_tensors: Tensors that arrived, once all have.
         num_bytes: Their bytes.
+        sender: What messages call the other end.
+        left_as_is: Patterns of ``partial`` that were used, once it is committed.
         error: Why it failed, as the error that was replied.
     """
 
@@ -111,6 +116,8 @@ class Receiver:
         self.was_torn = memory.is_torn
         self.num_tensors = 0
         self.num_bytes = 0
+        self.sender = "the trainer"
+        self.left_as_is: tuple[str, ...] = ()
         self.session = Session(Role.RECEIVER)
         self.opened: Open | None = None
         self.state: EngineState | None = None
@@ -146,6 +153,8 @@ class Receiver:
         """
         if not isinstance(error, BucketSyncError):
             logger.error("update failed in worker %d", self._rank, exc_info=error)
+        if not self.session.has_ended:
+            error = self._placed(error)
         state = self._abort()
         code, message, details = to_wire(error)
         reply = Error(code=code, message=message[:65_000], details=details, state=state)
@@ -153,6 +162,22 @@ class Receiver:
             self.session.send(reply)
             self.error = reply
         return reply
+
+    def _placed(self, error: BaseException) -> BaseException:
+        """Return an error of the other end with who that is, and where the update was."""
+        where = self.describe()
+        if isinstance(error, RemoteProtocolError):
+            return RemoteProtocolError(f"{self.sender} broke the protocol at {where}: {error}")
+        if isinstance(error, PeerLostError):
+            return PeerLostError(f"{error}; this worker was at {where}", pid=error.pid)
+        return error
+
+    def describe(self) -> str:
+        """Return how far the update has come here, for messages."""
+        if self._arrivals is None:
+            return f"state {self.session.state.name}"
+        where = f"bucket {self.session.num_batches}{self._arrivals.describe()}"
+        return f"{where}, state {self.session.state.name}"
 
     def release(self) -> None:
         """Drop what was kept for this update. Idempotent, and never raises."""
@@ -189,6 +214,8 @@ class Receiver:
                 self._finish(command)
                 self._timeline.enter(_STAGES[Commit])
                 replies = [self._commit()]
+            case Busy(num_tensors=num_tensors):
+                logger.debug("the sender's source has given %d tensors so far", num_tensors)
             case Finish():
                 replies = [self._finish(command)]
             case Commit():
@@ -307,7 +334,9 @@ class Receiver:
         report = sink.commit()
         self._timeline.end()
         self.state = EngineState.COMMITTED
-        if opened.kind == "weights" and not opened.partial:
+        self.left_as_is = report.left_as_is
+        # What was torn may be among what was left as it was.
+        if opened.kind == "weights" and not report.left_as_is:
             self._memory.is_torn = False
         return Done(
             split=report.split,
@@ -317,6 +346,7 @@ class Receiver:
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
             notes=report.notes[:MAX_NOTES],
+            left_as_is=report.left_as_is,
             stages_ms=self._timeline.stages_ms(),
             spans=(*self._timeline.stages, *report.spans) if opened.is_traced else (),
         )

@@ -12,6 +12,7 @@ from .messages import Checked, Done
 from .sender import Sender
 from .slots import Slots
 from .timeline import WAITING
+from .versions import goes_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class WorkerReport:
         processed_verified_bytes: Bytes of their tensors.
         num_unverified: Tensors that vLLM's own loaders took, and nothing compared.
         unverified: Names of the first of these.
+        left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
+        previous_version: What it had before; ``None`` for nothing that was pushed.
     """
 
     engine: int
@@ -75,6 +78,8 @@ class WorkerReport:
     processed_verified_bytes: int = 0
     num_unverified: int = 0
     unverified: tuple[str, ...] = ()
+    left_as_is: tuple[str, ...] = ()
+    previous_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,8 @@ class PushReport:
         engines: What was updated, and how it was asked.
         update_id: Random name of the update.
         version: The weights' name, as the engine has it.
+        previous_version: What the engine had before; ``None`` for nothing that was pushed,
+            or where workers differed: each of their reports says its own.
         is_dry_run: Everything was checked and nothing was written.
         num_tensors: Tensors sent; those that would be, in a dry run.
         num_bytes: Their bytes.
@@ -107,6 +114,7 @@ class PushReport:
     engines: tuple[str, ...]
     update_id: str
     version: str
+    previous_version: str | None = None
     is_dry_run: bool
     num_tensors: int
     num_bytes: int
@@ -128,13 +136,29 @@ class PushReport:
         return len(self.workers)
 
     @property
+    def goes_back(self) -> bool:
+        """Whether a worker held a newer version, where versions are whole numbers."""
+        held = (self.previous_version, *(worker.previous_version for worker in self.workers))
+        return goes_back(self.version, held)
+
+    @property
+    def left_as_is(self) -> tuple[str, ...]:
+        """Patterns of ``partial`` that let a parameter keep its old value, on any worker."""
+        return tuple(sorted({one for worker in self.workers for one in worker.left_as_is}))
+
+    @property
     def gb_per_s(self) -> float:
         """Bytes of the tensors per second of the whole push, in 10^9 bytes."""
         return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as data that JSON can hold."""
-        return asdict(self) | {"num_workers": self.num_workers, "gb_per_s": self.gb_per_s}
+        return asdict(self) | {
+            "num_workers": self.num_workers,
+            "gb_per_s": self.gb_per_s,
+            "goes_back": self.goes_back,
+            "left_as_is": self.left_as_is,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +218,12 @@ def report_of(
         (peer for peer in sender.peers.values() if peer.done is not None),
         key=lambda peer: peer.place,
     )
+    held = {peer.holds(sender.update.adapter) for peer in sender.peers.values()}
     return PushReport(
         engines=engines,
         update_id=sender.update.update_id,
         version=sender.update.version,
+        previous_version=held.pop() if len(held) == 1 else None,
         is_dry_run=sender.update.is_dry_run,
         num_tensors=len(counted) if counted else packing.num_tensors if packing else 0,
         num_bytes=counted.num_bytes if counted else packing.num_bytes if packing else 0,
@@ -227,6 +253,8 @@ def report_of(
                 staged_bytes=peer.done.staged.num_bytes,
                 staged_on=peer.done.staged.place,
                 **_verified(peer.done.checked),
+                left_as_is=peer.done.left_as_is,
+                previous_version=peer.holds(sender.update.adapter),
             )
             for peer in workers
             if peer.done is not None

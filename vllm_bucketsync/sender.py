@@ -49,6 +49,7 @@ from .slots import Slots
 from .sources import Source
 from .timeline import Timeline
 from .update import Phase, Update
+from .versions import check_newer
 
 Outgoing = tuple[bytes, Command]
 
@@ -215,8 +216,11 @@ class Sender:
         match self.phase:
             case Phase.STREAMING if self.packing is not None:
                 return f"{self.packing.describe()}, acknowledgement from {late}"
+            case Phase.OPENING:
+                return f"the answer to opening from {late}"
             case _:
-                return f"the answer to {self.phase.value} from {late}"
+                after = "" if self.packing is None else f", after {self.packing.describe()}"
+                return f"the answer to {self.phase.value} from {late}{after}"
 
     def _is_on_time(self, peer: Peer) -> bool:
         if self.phase is Phase.STREAMING and self.packing is not None:
@@ -278,7 +282,10 @@ class Sender:
         peer = self.peers.get(key)
         if peer is None:
             return
-        peer.session.receive(reply)
+        try:
+            peer.session.receive(reply)
+        except RemoteProtocolError as error:
+            raise peer.blamed(error) from None
         match reply:
             case Fallback(reason=reason):
                 if self._is_hurried:
@@ -286,6 +293,8 @@ class Sender:
                 peer.fallback = reason
             case Done():
                 peer.done, peer.state = reply, EngineState.COMMITTED
+            case Aborted(state=EngineState.COMMITTED):
+                raise peer.blamed(RemoteProtocolError("Aborted cannot leave anything committed"))
             case Aborted(state=state):
                 peer.state = state
             case Error(code=code, message=message, details=details, state=state):
@@ -302,6 +311,8 @@ class Sender:
             self.peers, self.known = guess.peers_of(self.known), {}
         match self.phase:
             case Phase.GREETING if self._have_all_come():
+                if self.update.require_newer:
+                    self._check_newer()
                 self.route.choose(self._hellos())
                 self._offer()
             case Phase.OPENING if not self._any_in(State.OPENING):
@@ -314,6 +325,12 @@ class Sender:
                     self._send_all(command)
             case _:
                 pass
+
+    def _check_newer(self) -> None:
+        """Refuse to replace what is as new as the update, engine by engine."""
+        for engine in range(len(self.update.num_workers)):
+            held = [peer.holds(self.update.adapter) for peer in self._peers_of(engine)]
+            check_newer(self.update.version, held)
 
     def _offer(self) -> None:
         """Offer the first of the transports that are left."""

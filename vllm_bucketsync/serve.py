@@ -24,12 +24,11 @@ from .errors import (
     ConfigError,
     EngineState,
     PeerLostError,
-    Primitive,
     RemoteProtocolError,
     UnsupportedError,
     to_wire,
 )
-from .identity import HOST
+from .identity import HOST, doing
 from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply, decode_command, encode
 from .probe import TransportProbe, own_probe
 from .receiver import Receiver
@@ -80,8 +79,12 @@ class Worker:
         make_sink: Makes the sink that an offer asks for.
         memory: What makes the next update warm.
         instance_id: Random, made anew with every worker process.
+        adapter_versions: Tells the version of each adapter that it holds, by name.
         version: The weights that it holds; ``None`` before the first update.
         update_id: The update that brought them.
+        state: What the last update left, whatever it brought; ``None`` before the first.
+        left_as_is: Patterns of ``partial`` that let a parameter keep its old value, since
+            the last update that was complete.
         num_updates: Updates that were committed.
         num_failures: Updates that were not.
         transport: What the last update came through.
@@ -97,8 +100,11 @@ class Worker:
     probe: TransportProbe = field(default_factory=own_probe)
     memory: ReceiverMemory = field(default_factory=ReceiverMemory)
     instance_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    adapter_versions: Callable[[], dict[str, str]] = dict
     version: str | None = None
     update_id: str | None = None
+    state: EngineState | None = None
+    left_as_is: tuple[str, ...] = ()
     num_updates: int = 0
     num_failures: int = 0
     transport: str | None = None
@@ -124,9 +130,11 @@ class Worker:
             transport_reason=self.probe.reason,
             regions=tuple(self.memory.regions),
             manifests=tuple(self.memory.manifests),
+            version=self.version,
+            adapters=self.adapter_versions(),
         )
 
-    def status(self) -> dict[str, Primitive]:
+    def status(self) -> Result:
         """Return what this worker holds, as primitives."""
         return {
             "rank": self.rank,
@@ -138,7 +146,9 @@ class Worker:
             "device": self.device,
             "version": self.version,
             "update_id": self.update_id,
+            "state": None if self.state is None else str(self.state),
             "is_torn": self.memory.is_torn,
+            "left_as_is": list(self.left_as_is),
             "num_updates": self.num_updates,
             "num_failures": self.num_failures,
             "transport": self.transport,
@@ -263,6 +273,7 @@ def _run_linked(worker: Worker, receiver: Receiver, offer: Offer, sender: link.L
 def _run_dialled(worker: Worker, receiver: Receiver, offer: Offer, endpoint: str) -> None:
     kept = worker.memory.take_dialer(endpoint)
     channel = Dialer(endpoint) if kept is None else kept
+    receiver.sender = f"the trainer (pid {channel.peer_pid or 'unknown'})"
     try:
         _run_over(channel, worker, receiver, offer)
         if receiver.state is EngineState.COMMITTED:
@@ -296,12 +307,13 @@ def _next_command(channel: Dialer, receiver: Receiver, offer: Offer) -> Command:
         data = channel.receive(left_s)
         if data is not None:
             return _asked_for(decode_command(data), offer)
+    name = "connect_timeout_s" if is_first else "idle_timeout_s"
     raise ChannelTimeoutError(
         timeout_s=timeout_s,
-        waiting_for=f"the sender's next command after bucket {receiver.session.num_batches} in "
-        f"state {receiver.session.state.name}",
-        advice=f"the trainer is stopped or slow; raise "
-        f"{'connect' if is_first else 'idle'}_timeout_s if it needs longer",
+        waiting_for=f"the next command of {receiver.sender}, after {receiver.describe()}",
+        advice=f"it is {doing(channel.peer_pid) or 'not known to be alive'}, and has sent "
+        f"nothing, not even that its source is at work: one tensor takes longer than that, or it "
+        f"hangs; raise {name} if it needs longer",
     )
 
 
@@ -328,9 +340,13 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
     if opened is not None:
         worker.transport = opened.transport
         worker.transport_reason = opened.transport_reason
+    worker.state = receiver.state
     if receiver.state is EngineState.COMMITTED and opened is not None:
         if opened.adapter is None:
             worker.version, worker.update_id = opened.version, opened.update_id
+            is_mixed = bool(receiver.left_as_is)
+            kept = {*worker.left_as_is, *receiver.left_as_is} if is_mixed else ()
+            worker.left_as_is = tuple(sorted(kept))
         worker.num_updates += 1
         logger.info(
             "update %s committed: %s version %s, %d buckets over %s",

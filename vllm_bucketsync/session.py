@@ -6,7 +6,7 @@ for each receiver.
 
     GREETING --Hello--> GREETED --Open--> OPENING --Ready--> READY --Finish--> FINISHING
                            ^                 |                |  Batch, Ack,       |
-                           `----Fallback-----'                |  Deviate       Prepared
+                           `----Fallback-----'                |  Deviate, Busy Prepared
                                      ^                        |                   |
                                      `----------Open----------'  (before a Batch) v
        ABORTED <--Aborted-- ABORTING <--Abort--  any of these               PREPARED
@@ -32,6 +32,7 @@ from .messages import (
     Aborted,
     Ack,
     Batch,
+    Busy,
     Command,
     Commit,
     Conclude,
@@ -92,6 +93,7 @@ TRANSITIONS: dict[State, dict[type[Message], State]] = {
         Batch: State.READY,
         Ack: State.READY,
         Deviate: State.READY,
+        Busy: State.READY,
         Finish: State.FINISHING,
         Conclude: State.COMMITTING,
         **_LEAVE,

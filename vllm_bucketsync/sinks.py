@@ -117,6 +117,7 @@ class SinkReport:
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
         spans: When the parts of loading were that are worth showing.
+        left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
     """
 
     split: LoadSplit = field(default_factory=LoadSplit)
@@ -126,6 +127,7 @@ class SinkReport:
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
+    left_as_is: tuple[str, ...] = ()
 
 
 class Sink(Protocol):

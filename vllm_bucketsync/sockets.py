@@ -5,14 +5,16 @@ This is the only file that calls ZeroMQ, so that each of its errors becomes one 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
 import socket
 import stat
 import struct
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -25,6 +27,10 @@ SCHEME = "ipc://"
 # The kernel's limit for the path of a socket, less the zero byte that ends it.
 MAX_PATH_BYTES = 107
 
+# Of a context: one for input and output, and one that closes sockets.
+_NUM_THREADS = 2
+# Of a context with a socket, its monitor, and a connection; a few are to spare.
+_NUM_FDS = 16
 _MONITOR = "inproc://monitor"
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
 _MAX_WAIT_S = 86_400.0
@@ -54,6 +60,7 @@ class MonitoredSocket:
             TransportError: ZeroMQ has no resources left.
         """
         self.is_closed = False
+        _check_resources()
         with _zmq_errors("open a socket"):
             self._context = zmq.Context()
             self._socket = self._context.socket(kind)
@@ -93,6 +100,8 @@ class MonitoredSocket:
         except zmq.ZMQError as error:
             number = error.errno or errno.EIO
             raise OSError(number, os.strerror(number), str(path)) from error
+        # Whatever the umask is: nobody else gets into the directory, nor would here.
+        path.chmod(0o600)
         return path
 
     def connect(self, endpoint: str) -> None:
@@ -121,14 +130,46 @@ class MonitoredSocket:
                 raise
         return True
 
-    def receive(self) -> list[zmq.Frame] | None:
-        """Return the next message, or ``None`` if every one that arrived was read."""
+    def receive(self) -> list[bytes] | None:
+        """Return the next message, or ``None`` if every one that arrived was read.
+
+        Never as ``zmq.Frame``: Python's signal handlers also run where pyzmq frees one,
+        and what they raise there, as Ctrl-C does, is printed and lost.
+        """
         self._check_open()
         with _zmq_errors("receive a message"):
             try:
-                return self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                return self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return None
+
+    def receive_from(
+        self, is_known: Callable[[bytes], bool]
+    ) -> tuple[list[bytes], int | None] | None:
+        """Return a ROUTER's next message and, of a peer that is not known, its descriptor.
+
+        Args:
+            is_known: Whether a peer's connection is known by now. Only of others the
+                descriptor is looked up, since that takes a frame; see ``receive``.
+
+        Returns:
+            The frames, the peer's name first, and the descriptor that they came over or
+            ``None``, see ``source_fd``; ``None`` if every message was read.
+        """
+        self._check_open()
+        with _zmq_errors("receive a message"):
+            try:
+                frames = [self._socket.recv(zmq.DONTWAIT)]
+            except zmq.Again:
+                return None
+            fd = None
+            if not is_known(frames[0]) and self._socket.get(zmq.RCVMORE):
+                frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+                fd = source_fd(frame)
+                frames.append(frame.bytes)
+            while self._socket.get(zmq.RCVMORE):
+                frames.append(self._socket.recv(zmq.DONTWAIT))
+        return frames, fd
 
     def monitor_events(self) -> Iterator[tuple[int, int]]:
         """Yield each new event of a connection and the descriptor that it was about."""
@@ -179,6 +220,30 @@ class MonitoredSocket:
     def _check_open(self) -> None:
         if self.is_closed:
             raise LocalProtocolError("the channel was used after it was closed")
+
+
+def _check_resources() -> None:
+    """Confirm that libzmq will get its threads and descriptors: it ends the process without.
+
+    Raises:
+        TransportError: There are too few.
+    """
+    is_over = threading.Event()
+    fds: list[int] = []
+    try:
+        for _ in range(_NUM_THREADS):
+            _thread.start_new_thread(is_over.wait, ())
+        fds.extend(os.eventfd(0) for _ in range(_NUM_FDS))
+    except (RuntimeError, OSError) as error:
+        raise TransportError(
+            f"no socket can be opened: {error}; this process needs {_NUM_THREADS} more threads "
+            f"and {_NUM_FDS} more descriptors; look at its limits (ulimit -u, ulimit -n), and at "
+            f"its container's limit of pids"
+        ) from error
+    finally:
+        is_over.set()
+        for fd in fds:
+            os.close(fd)
 
 
 def _options(kind: int, heartbeat_timeout_s: float) -> dict[int, int]:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from .adapters import check_name, spec_of
 from .arguments import (
     check_declared,
+    check_order,
     check_patterns,
     check_pause,
     check_trace,
     check_verify,
-    check_version,
     is_count,
 )
 from .asking import Asking, Progress, ask_each
@@ -110,6 +110,7 @@ class WeightSync(Keeper):
         source: object,
         *,
         version: int | str,
+        require_newer: bool = False,
         partial: Sequence[str] = (),
         rename: Callable[[str], str] | None = None,
         merge: bool = False,
@@ -131,8 +132,10 @@ class WeightSync(Keeper):
             source: An ``nn.Module`` (parameters and persistent buffers), a state dict,
                 an iterable of (name, tensor), or the folder of a checkpoint.
             version: Your name for these weights; vLLM gets it as a string.
+            require_newer: Refuse to replace weights whose version is the same or a higher
+                one. Versions have to be whole numbers then, or text of them.
             partial: Patterns (as in ``fnmatch``) of the engine's parameter names that may
-                be left as they are.
+                be left as they are. Which were, the report and ``status`` say.
             rename: Maps each name, after trainers' wrappers are stripped, to the
                 checkpoint's.
             merge: The source is a PEFT model, and the weights to push are those that its
@@ -167,6 +170,7 @@ class WeightSync(Keeper):
             UnsupportedError: The engine was started without the extension, or cannot do it.
             StagingError: A worker has no room for an atomic update.
             CorruptionError: A bucket did not arrive as it was sent; ``verify`` found it.
+            OlderVersionError: ``require_newer``, and it is not. Nothing was written.
             EngineAsleepError: The engine's weights are asleep.
             EngineBusyError: Another update runs, or an earlier one cannot be cancelled.
             EngineUnreachableError: A server did not answer, or refused the key.
@@ -179,12 +183,14 @@ class WeightSync(Keeper):
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns, to = check_patterns(partial), check_trace(trace)
             how = check_verify(verify)
+            text = check_order(version, require_newer=require_newer)
             self._check_ready()
             opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
             sender = self._give(
                 opened,
                 asking,
-                version=check_version(version),
+                version=text,
+                require_newer=require_newer,
                 partial=patterns,
                 is_dry_run=dry_run,
                 is_zero_copy=zero_copy,
@@ -202,6 +208,7 @@ class WeightSync(Keeper):
         name: str,
         version: int | str,
         adapter_name: str | None = None,
+        require_newer: bool = False,
         partial: Sequence[str] = (),
         rename: Callable[[str], str] | None = None,
         dry_run: bool = False,
@@ -223,6 +230,7 @@ class WeightSync(Keeper):
             version: Your name for this version of it.
             adapter_name: Which adapter of a PEFT model; left out, the active one. Of nothing
                 else: a pair or a folder is one adapter.
+            require_newer: As for ``push``, for the adapter of this name.
             partial: Patterns (as in ``fnmatch``) of the adapter's module names for which
                 the engine may have no place.
             rename: See ``push``.
@@ -247,7 +255,8 @@ class WeightSync(Keeper):
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             to = check_trace(trace)
-            patterns, text = check_patterns(partial), check_version(version)
+            patterns = check_patterns(partial)
+            text = check_order(version, require_newer=require_newer)
             called, how = check_name(name), check_verify(verify)
             self._check_ready()
             opened, config = open_adapter(
@@ -257,6 +266,7 @@ class WeightSync(Keeper):
                 opened,
                 asking,
                 version=text,
+                require_newer=require_newer,
                 partial=patterns,
                 is_dry_run=dry_run,
                 kind="adapter",
@@ -459,6 +469,12 @@ class WeightSync(Keeper):
             report.transport,
             report.seconds,
         )
+        if report.goes_back:
+            logger.warning(
+                "version %s is older than %s, which the engine held: it went back",
+                report.version,
+                ", ".join(sorted({str(one.previous_version) for one in report.workers})),
+            )
         return report
 
     def _num_workers(self, engine: Engine) -> int:
@@ -478,7 +494,9 @@ class WeightSync(Keeper):
         else:
             # A new listener knows nobody, so it comes first.
             listener = self._listening()
-            sender.known = {} if sender.update.is_dry_run else self._known
+            update = sender.update
+            if not (update.is_dry_run or update.require_newer):
+                sender.known = self._known
             self._calls = run_remote(
                 sender, engines=self._engines, listener=listener, asking=asking
             )

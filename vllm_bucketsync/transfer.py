@@ -17,6 +17,7 @@ from .clients.base import Engine, UpdateAnswer
 from .config import Settings
 from .errors import (
     ChannelTimeoutError,
+    EngineState,
     PeerLostError,
     RemoteProtocolError,
 )
@@ -36,6 +37,10 @@ DRAIN_TIMEOUT_S = 2.0
 LAST_WORDS_TIMEOUT_S = 5.0
 # For the RPC to return after the last worker's last message.
 RETURN_TIMEOUT_S = 30.0
+# For it to return after an update that failed: a worker may be stopped, or on its way here.
+FAILED_RETURN_TIMEOUT_S = 1.0
+# For a socket to tell which worker is dead, where the RPC has failed of it.
+DEATH_TIMEOUT_S = 0.25
 
 
 def run_remote(
@@ -70,12 +75,13 @@ def run_remote(
         sender.fail(error)
         run.drain()
     sender.timeline.enter(RETURNING)
-    deadline_s = time.monotonic() + (RETURN_TIMEOUT_S if sender.error is None else 1.0)
-    for call in calls:
-        call.wait(max(0.0, deadline_s - time.monotonic()))
-    if sender.has_silent_guess:
-        run.hear_the_rest()
-        sender.is_unsure = not all(call.is_done for call in calls)
+    if sender.error is None:
+        deadline_s = time.monotonic() + RETURN_TIMEOUT_S
+        for call in calls:
+            call.wait(max(0.0, deadline_s - time.monotonic()))
+    else:
+        run.cut_off()
+        run.see_off()
     return calls
 
 
@@ -184,6 +190,8 @@ class _Run:
         self._watch = _Watch(sender, settings)
         self._unreachable: dict[bytes, PeerLostError] = {}
         self._done_since_s: dict[int, float] = {}
+        # Of an earlier update: what they still have to say is not about this one.
+        self._former = listener.peers()
 
     def step(self) -> None:
         """Send what can be sent, then take one message, or see why none comes.
@@ -218,10 +226,28 @@ class _Run:
                 self._take(event)
         self._give_up("it did not answer the abort")
 
-    def hear_the_rest(self) -> None:
-        """Take in what has arrived by now."""
+    def cut_off(self) -> None:
+        """Let no worker that comes late take up what was sent before it said hello."""
         while (event := self._listener.receive(0.0)) is not None:
             self._take(event)
+        if not self._sender.has_silent_guess:
+            return
+        self._listener.close(linger_s=0.0)
+        deadline_s = time.monotonic() + FAILED_RETURN_TIMEOUT_S
+        for call in self._calls:
+            call.wait(max(0.0, deadline_s - time.monotonic()))
+        self._sender.is_unsure = not all(map(_has_touched_nothing, self._calls))
+
+    def see_off(self) -> None:
+        """Give the calls a moment to return, and tell workers that come late to go."""
+        if self._listener.is_closed:
+            return
+        deadline_s = time.monotonic() + FAILED_RETURN_TIMEOUT_S
+        while not all(call.is_done for call in self._calls) and time.monotonic() < deadline_s:
+            self._send()
+            event = self._listener.receive(WATCH_S)
+            if event is not None:
+                self._take(event)
 
     def _send(self) -> bool:
         outgoing = self._sender.advance()
@@ -234,6 +260,8 @@ class _Run:
         return any(key in self._sender.peers for key, _ in outgoing)
 
     def _take(self, event: Event) -> None:
+        if event.peer in self._former:
+            return
         if isinstance(event, Lost):
             peer = self._sender.peers.get(event.peer)
             text = (
@@ -245,7 +273,11 @@ class _Run:
             return
         try:
             reply = decode_reply(event.data)
-        except RemoteProtocolError as error:
+        except RemoteProtocolError as found:
+            peer = self._sender.peers.get(event.peer)
+            pid = self._listener.peer_pid(event.peer)
+            strange = RemoteProtocolError(f"pid {pid}, which has not said hello, sent {found}")
+            error = strange if peer is None else peer.blamed(found)
             # From a worker that has not said hello: of another version, most likely. Later
             # nobody else is expected, and what a stranger says is no reason to end it.
             if event.peer in self._sender.peers or self._sender.phase is Phase.GREETING:
@@ -270,16 +302,24 @@ class _Run:
     def _may_still_speak(self, index: int) -> bool:
         """Whether the workers of an engine, all of which came, are well and not heard yet."""
         call = self._calls[index]
-        if call.error is not None or has_failed(call.result) or not self._sender.has_all_of(index):
+        if has_failed(call.result) or not self._sender.has_all_of(index):
             return False
         since_s = self._done_since_s.setdefault(index, time.monotonic())
-        return time.monotonic() - since_s < LAST_WORDS_TIMEOUT_S
+        timeout_s = LAST_WORDS_TIMEOUT_S if call.error is None else DEATH_TIMEOUT_S
+        return time.monotonic() - since_s < timeout_s
 
     def _give_up(self, reason: str) -> None:
         for key, peer in self._sender.peers.items():
             if not peer.has_ended:
                 lost = PeerLostError(f"{peer}: {reason}", pid=peer.hello.pid)
                 self._sender.lose(key, lost)
+
+
+def _has_touched_nothing(call: UpdateCall) -> bool:
+    """Whether a call has returned, and no worker says that it holds anything new."""
+    results = [] if call.result is None else call.result.results
+    states = [result.get("state") for result in results if isinstance(result, dict)]
+    return call.is_done and all(state in {None, EngineState.UNCHANGED} for state in states)
 
 
 def _tell(sender: Sender, progress: Progress | None) -> None:

@@ -36,6 +36,7 @@ class Update:
         is_traced: Workers are to say when each thing happened.
         is_atomic: No model may change before every worker has everything.
         verify: What is checked.
+        require_newer: Refuse a version that is not newer than what an engine holds.
     """
 
     update_id: str
@@ -49,3 +50,4 @@ class Update:
     is_traced: bool = False
     is_atomic: bool = False
     verify: Verify = Verify.NONE
+    require_newer: bool = False

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import forking
+from support.struck_trainer import shorten_patience
+
+from vllm_bucketsync import transfer
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shared memory is left, if it is
 # What the directories of tests are called, also those of a test that runs beside us.
@@ -35,8 +39,17 @@ def _session_dir() -> Iterator[Path]:
     _remove(path)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(_resource_tracker: None, _session_dir: Path) -> None:
+    """Started with the environment of the session, and kept to the end as well."""
+    forking.start()
+    # What was imported by now stays: the collections after each test need not look at it.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_resource_tracker: None, _session_dir: Path) -> Iterator[None]:
+def _nothing_is_left(_fork_server: None, _session_dir: Path) -> Iterator[None]:
     files, fds, children = set(_session_dir.rglob("*")), _fds(), _children()
 
     yield
@@ -45,6 +58,14 @@ def _nothing_is_left(_resource_tracker: None, _session_dir: Path) -> Iterator[No
     assert _children() - children == set()
     assert set(_session_dir.rglob("*")) - files == set()
     assert {fd: target for fd, target in _fds().items() if fd not in fds} == {}
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait less than users do for workers that do not answer an abort."""
+    for name in ("DRAIN_TIMEOUT_S", "RETURN_TIMEOUT_S"):
+        monkeypatch.setattr(transfer, name, getattr(transfer, name))
+    shorten_patience()
 
 
 @pytest.fixture

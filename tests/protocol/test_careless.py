@@ -282,3 +282,34 @@ def test_what_a_worker_says_last_may_come_after_its_call_has_returned(
         report = sync.push({"a": torch.ones(3)}, version=1)
     assert report.num_workers == 1
     engine.close()
+
+
+def slowly(*took_s: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield small tensors, all of which fit into one bucket, after so many seconds each."""
+    for index, seconds in enumerate(took_s):
+        time.sleep(seconds)
+        yield f"w{index}", torch.ones(2)
+
+
+def test_a_bucket_may_take_longer_than_any_deadline_while_its_tensors_come() -> None:
+    engine = ThreadEngine()
+    with WeightSync(engine, idle_timeout_s=0.8) as sync:
+        report = sync.push(slowly(*[0.35] * 6), version=1)
+
+    assert (report.num_buckets, engine.workers[0].version) == (1, "1")
+    engine.close()
+
+
+def test_one_tensor_that_takes_longer_than_the_deadline_is_said_at_both_ends() -> None:
+    engine = ThreadEngine()
+    with WeightSync(engine, idle_timeout_s=0.8) as sync:
+        with pytest.raises(ChannelTimeoutError, match=f"pid {os.getpid()}.* is alive") as caught:
+            sync.push(slowly(0.0, 2.5, 0.0), version=1)
+
+        assert caught.value.rank == 0
+        (note,) = caught.value.__notes__
+        assert "gave up by itself, while the source took 2." in note
+        assert "w1" in note
+        sync.push(TENSORS, version=2)
+    assert engine.workers[0].version == "2"
+    engine.close()

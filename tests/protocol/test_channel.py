@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -16,7 +17,7 @@ from support.processes import Child
 
 from vllm_bucketsync import channel, sockets
 from vllm_bucketsync.channel import Dialer, Listener, Lost, Received
-from vllm_bucketsync.errors import ConfigError, LocalProtocolError, PeerLostError
+from vllm_bucketsync.errors import ConfigError, LocalProtocolError, PeerLostError, TransportError
 from vllm_bucketsync.messages import MAX_MESSAGE_BYTES
 from vllm_bucketsync.rundir import remove_stale
 
@@ -537,3 +538,44 @@ def test_a_signal_does_not_end_a_wait(listener: Listener) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(heard) > 1
+
+
+def test_no_message_but_the_first_of_a_peer_is_held_where_an_interrupt_would_be_lost(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pyzmq runs signal handlers while it frees a frame, and drops what they raise.
+    num_frames = 0
+    receive_one: Any = zmq.Socket.recv
+
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal num_frames
+        num_frames += options.get("copy") is False
+        return receive_one(self, *args, **options)
+
+    monkeypatch.setattr(zmq.Socket, "recv", watched)
+    with Dialer(listener.endpoint) as one, Dialer(listener.endpoint) as other:
+        for dialer in (one, other):
+            dialer.send(b"hello")
+        peers = [receive(listener).peer for _ in range(2)]
+        for i in range(50):
+            for dialer in (one, other):
+                dialer.send(b"%d" % i)
+            for peer in peers:
+                listener.send(peer, b"%d" % i)
+        assert sorted(receive(listener).data for _ in range(100)) == sorted(2 * texts(0, 50))
+        assert [one.receive(PATIENCE_S) for _ in range(50)] == texts(0, 50)
+
+    assert num_frames == 2
+
+
+def test_without_threads_there_is_an_error_and_not_the_end_of_the_process(
+    shm_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refused)
+    with pytest.raises(TransportError, match=r"can't start new thread.*ulimit -u.*pids"):
+        Listener(shm_dir)
+    monkeypatch.undo()
+    Listener(shm_dir).close()

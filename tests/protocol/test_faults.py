@@ -1,7 +1,6 @@
-"""Proves that no death, stop or failure of either end hangs the other or lies to it.
+"""Proves what ``test_fault_matrix.py`` has no row for: single faults, and what is said of them.
 
-Real processes. After each fault the survivor has a typed error at once, knows what the
-engine holds, and the next update works.
+Real processes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import pytest
 import torch
 from support.fake_engine import FakeEngine
 from support.thread_engine import KeepingSink
-from support.trainer_process import NUM_TENSORS, TrainerProcess
+from support.trainer_process import TrainerProcess
 
 from vllm_bucketsync import serve
 from vllm_bucketsync.errors import (
@@ -25,80 +24,25 @@ from vllm_bucketsync.errors import (
     EngineBusyError,
     PeerLostError,
     RegionError,
-    RemoteError,
 )
 from vllm_bucketsync.rundir import remove_stale
 from vllm_bucketsync.sync import WeightSync
 
-CALLS = ["open", "load", "prepare", "commit"]
 TENSORS = {f"model.layers.{i}.weight": torch.full((256,), float(i)) for i in range(8)}
 # Seconds within which a death must be seen.
 AT_ONCE_S = 1.0
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loader_that_raises_is_named_and_the_next_push_works(call: str, world_size: int) -> None:
-    with FakeEngine(f"raise {call}", world_size=world_size) as engine:
-        with WeightSync(engine, slot_size=1024) as sync:
-            begin_s = time.monotonic()
-            with pytest.raises(RemoteError, match=f"this loader cannot {call}") as caught:
-                sync.push(TENSORS, version="bad")
-
-            assert time.monotonic() - begin_s < 5
-            assert caught.value.rank in range(world_size)
-            assert caught.value.remote_type == "RuntimeError"
-            is_untouched = call == "open"
-            assert caught.value.engine_state == ("unchanged" if is_untouched else "torn")
-            for status in sync.status():
-                assert status["is_torn"] is not is_untouched
-                assert status["version"] is None
-
-            sync.push(TENSORS, version="good")
-            assert [(s["version"], s["is_torn"]) for s in sync.status()] == [
-                ("good", False)
-            ] * world_size
-        assert engine.finished == ["good"]
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_death_of_a_worker_is_seen_at_once_and_a_new_worker_is_served(
-    call: str, world_size: int
+def test_a_stopped_worker_is_a_timeout_and_the_engine_is_busy_until_it_goes_on(
+    short_patience: None,
 ) -> None:
     with (
-        FakeEngine(f"die {call}", world_size=world_size) as engine,
-        WeightSync(engine, slot_size=1024) as sync,
-    ):
-        pid = engine.processes[0].pid
-        begin_s = time.monotonic()
-        with pytest.raises(PeerLostError) as caught:
-            sync.push(TENSORS, version="bad")
-
-        # The workers die with the first message; all else is the survivor's time.
-        assert time.monotonic() - begin_s < AT_ONCE_S + 2
-        assert caught.value.pid in [process.pid for process in engine.processes]
-        assert str(caught.value.pid) in str(caught.value)
-        assert caught.value.engine_state in {"unknown", "torn"}
-        assert pid
-
-        for rank in range(world_size):
-            engine.respawn(rank)
-        sync.push(TENSORS, version="good")
-        assert [s["version"] for s in sync.status()] == ["good"] * world_size
-
-
-@pytest.mark.parametrize("call", ["open", "load", "commit"])
-def test_a_stopped_worker_is_a_timeout_and_the_engine_is_busy_until_it_goes_on(call: str) -> None:
-    with (
-        FakeEngine(f"stop {call}") as engine,
-        WeightSync(
-            engine, slot_size=1024, connect_timeout_s=5, idle_timeout_s=1, commit_timeout_s=1
-        ) as sync,
+        FakeEngine("stop load") as engine,
+        WeightSync(engine, slot_size=1024, connect_timeout_s=5, idle_timeout_s=0.5) as sync,
     ):
         with pytest.raises(ChannelTimeoutError, match="rank 0 pid") as caught:
             sync.push(TENSORS, version="bad")
-        assert caught.value.timeout_s == 1
+        assert caught.value.timeout_s == 0.5
         assert caught.value.engine_state == "unknown"
 
         with pytest.raises(EngineBusyError, match="cannot be cancelled"):
@@ -117,8 +61,7 @@ def test_a_stopped_worker_is_a_timeout_and_the_engine_is_busy_until_it_goes_on(c
         assert not sync.status()[0]["is_torn"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_exception_of_the_source_passes_through_and_the_next_push_works(world_size: int) -> None:
+def test_an_exception_of_the_source_passes_through_and_the_next_push_works() -> None:
     class GatherFailedError(Exception):
         pass
 
@@ -127,14 +70,14 @@ def test_an_exception_of_the_source_passes_through_and_the_next_push_works(world
             yield f"model.layers.{index}.weight", torch.ones(256)
         raise GatherFailedError("a rank is missing")
 
-    with FakeEngine(world_size=world_size) as engine, WeightSync(engine, slot_size=1024) as sync:
+    with FakeEngine(world_size=2) as engine, WeightSync(engine, slot_size=1024) as sync:
         for num_good, state in ((0, "unchanged"), (5, "torn")):
             with pytest.raises(GatherFailedError, match="a rank is missing") as caught:
                 sync.push(failing(num_good), version="bad")
             assert any(state in note for note in caught.value.__notes__)
 
         sync.push(TENSORS, version="good")
-        assert [s["is_torn"] for s in sync.status()] == [False] * world_size
+        assert [s["is_torn"] for s in sync.status()] == [False] * 2
 
 
 def test_ctrl_c_in_the_source_aborts_the_workers_and_passes_through() -> None:
@@ -160,34 +103,6 @@ def remove_left_behind(directory: str) -> None:
     assert remove_stale(directory)
 
 
-STRIKES: list[int | str] = ["open", 0, 5, NUM_TENSORS - 1, "finish", "commit"]
-
-
-@pytest.mark.parametrize("strike", STRIKES)
-def test_the_death_of_the_trainer_frees_the_worker_at_once(strike: int | str, shm_dir: str) -> None:
-    worker = serve.Worker(make_sink=lambda opened: KeepingSink())
-    with TrainerProcess(strike, dir=shm_dir) as trainer:
-        _, (offer,) = trainer.receive()
-        begin_s = time.monotonic()
-        result = serve.update(worker, offer)
-
-        assert time.monotonic() - begin_s < AT_ONCE_S + 1
-    assert not result["ok"]
-    assert result["error"]["code"] == PeerLostError.code
-    assert result["state"] == ("unchanged" if strike in {"open", 0} else "torn")
-    assert worker.version is None
-
-    make_old(shm_dir)
-    with TrainerProcess(None, dir=shm_dir) as trainer:
-        _, (offer,) = trainer.receive()
-        result = serve.update(worker, offer)
-        trainer.answer([result])
-        assert trainer.receive() == ("pushed", ())
-        trainer.finish()
-    assert (result["ok"], result["state"], result["version"]) == (True, "committed", "new")
-    serve.release(worker)
-
-
 def test_a_worker_that_was_told_to_commit_does_so_without_its_trainer(shm_dir: str) -> None:
     with TrainerProcess(None, dir=shm_dir) as trainer:
 
@@ -205,19 +120,19 @@ def test_a_worker_that_was_told_to_commit_does_so_without_its_trainer(shm_dir: s
     serve.release(worker)
 
 
-@pytest.mark.parametrize("strike", [3, "commit"])
-def test_a_stopped_trainer_is_a_timeout_for_the_worker(strike: int | str) -> None:
+def test_a_stopped_trainer_is_a_timeout_for_the_worker() -> None:
     worker = serve.Worker(make_sink=lambda opened: KeepingSink())
-    with TrainerProcess(
-        strike, signal.SIGSTOP, connect_timeout_s=10, idle_timeout_s=0.7
-    ) as trainer:
+    with TrainerProcess(3, signal.SIGSTOP, connect_timeout_s=10, idle_timeout_s=0.3) as trainer:
         _, (offer,) = trainer.receive()
         begin_s = time.monotonic()
         result = serve.update(worker, offer)
 
-        assert 1.3 < time.monotonic() - begin_s < 5
+        assert 0.5 < time.monotonic() - begin_s < 5
         assert result["error"]["code"] == ChannelTimeoutError.code
-        assert "idle_timeout_s" in result["error"]["message"]
+        text = result["error"]["message"]
+        assert f"pid {trainer.process.pid}" in text
+        assert "stopped by a signal" in text
+        assert "idle_timeout_s" in text
         trainer.answer([result])
         trainer.resume()
         name, (kind, _text) = trainer.receive()

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from support import forking, striking
 
 from vllm_bucketsync import serve
 from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest, verdict
 from vllm_bucketsync.errors import EngineState
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.messages import Open
+from vllm_bucketsync.session import Role
 from vllm_bucketsync.sinks import Bucket, DiscardSink, Sink, SinkReport
 from vllm_bucketsync.staging import staged_if_asked
 from vllm_bucketsync.transport.devices import uuid_of
@@ -150,6 +152,9 @@ def _maker(sink: str) -> Any:
             return DiscardSink
         case ["meeting", folder]:
             return lambda: MeetingSink(folder)
+        case ["live"]:
+            striking.watch(Role.RECEIVER)
+            return striking.LiveSink
         case [action, call]:
             return lambda: FaultySink(action, call)
     raise ValueError(sink)
@@ -171,32 +176,32 @@ def _work(pipe: Connection, rank: int, world_size: int, sink: str, device: str) 
     )
     while True:
         try:
-            method, args = pipe.recv()
+            number, method, args = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(worker, method, args))
+        pipe.send((number, _answer(worker, method, args)))
 
 
 def _answer(worker: serve.Worker, method: str, args: Sequence[Any]) -> Any:
-    match method:
-        case "update_weights_from_bucket":
-            return serve.update(worker, *args)
-        case "bucketsync_status":
-            return serve.status(worker)
-        case "bucketsync_release":
-            return serve.release(worker)
-        case "loaded":
-            return RecordingSink.last
-        case "break_ipc_collect":
-            torch.cuda.ipc_collect = _never
-            return None
-        case "resources":
-            return {
+    methods: dict[str, Callable[..., Any]] = {
+        "update_weights_from_bucket": lambda offer: serve.update(worker, offer),
+        "bucketsync_status": lambda: serve.status(worker),
+        "bucketsync_release": lambda: serve.release(worker),
+        "loaded": lambda: RecordingSink.last,
+        "arm": striking.arm,
+        "live": striking.LiveSink.hashes,
+        "held": lambda: striking.held() | _device_memory(worker.device),
+        "break_ipc_collect": lambda: setattr(torch.cuda, "ipc_collect", _never),
+        "resources": lambda: (
+            {
                 "fds": len(list(Path("/proc/self/fd").iterdir())),
                 "rss_kib": _rss_kib(),
                 "mapped": Path("/proc/self/maps").read_text().count(".seg"),
-            } | _device_memory(worker.device)
-    raise ValueError(method)
+            }
+            | _device_memory(worker.device)
+        ),
+    }
+    return methods[method](*args)
 
 
 def _never() -> None:
@@ -233,6 +238,9 @@ class FakeEngine:
         self._sink = sink
         self._devices = [device] * world_size if isinstance(device, str) else list(device)
         self._environment = dict(environment or {})
+        # As vLLM's executor: one call after the other, whoever asks.
+        self._one_call = threading.Lock()
+        self._num_calls = 0
         self.processes: list[Any] = [None] * world_size
         self._pipes: list[Any] = [None] * world_size
         for rank in range(world_size):
@@ -240,7 +248,7 @@ class FakeEngine:
         self.call("resources")
 
     def _spawn(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking.context(is_fresh=bool(self._environment))
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_work,
@@ -260,7 +268,8 @@ class FakeEngine:
     def respawn(self, rank: int = 0) -> None:
         """Put a new worker, which will not strike, where one has died."""
         self._end(rank)
-        self._sink = "recording"
+        if self._sink != "live":
+            self._sink = "recording"
         self._spawn(rank)
 
     def _end(self, rank: int) -> None:
@@ -287,12 +296,41 @@ class FakeEngine:
         pass
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((method, args))
-        return [
-            self._receive(pipe, process)
-            for pipe, process in zip(self._pipes, self.processes, strict=True)
-        ]
+        with self._one_call:
+            return self._ask(range(self.world_size), method, args)
+
+    def call_one(self, rank: int, method: str, *args: Any) -> Any:
+        """Run a method on one worker alone."""
+        with self._one_call:
+            return self._ask([rank], method, args)[0]
+
+    def _ask(self, ranks: Sequence[int], method: str, args: Sequence[Any]) -> list[Any]:
+        """Return what workers answer; raise as soon as one of them is dead, as vLLM does."""
+        self._num_calls += 1
+        for rank in ranks:
+            # Of one that is dead is said below.
+            with contextlib.suppress(OSError):
+                self._pipes[rank].send((self._num_calls, method, args))
+        deadline_s = time.monotonic() + 120
+        answers: dict[int, Any] = {}
+        while len(answers) < len(ranks) and time.monotonic() < deadline_s:
+            for rank in set(ranks) - answers.keys():
+                answers |= self._answer_of(rank)
+        return [answers[rank] for rank in ranks]
+
+    def _answer_of(self, rank: int) -> dict[int, Any]:
+        pipe, process = self._pipes[rank], self.processes[rank]
+        try:
+            if pipe.poll(0.01):
+                number, answer = pipe.recv()
+                # One to an earlier call comes late, where that one failed.
+                return {rank: answer} if number == self._num_calls else {}
+        except (EOFError, OSError):
+            pass
+        else:
+            if process.is_alive():
+                return {}
+        raise RuntimeError(f"worker {process.pid} is gone")
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         self.requests.append(request)
@@ -310,15 +348,3 @@ class FakeEngine:
     def stop(self) -> None:
         for rank in range(self.world_size):
             self._end(rank)
-
-    def _receive(self, pipe: Connection, process: Any) -> Any:
-        deadline_s = time.monotonic() + 120
-        while time.monotonic() < deadline_s:
-            if pipe.poll(0.05):
-                try:
-                    return pipe.recv()
-                except EOFError:
-                    break
-            if not process.is_alive():
-                break
-        raise RuntimeError(f"worker {process.pid} is gone")

@@ -6,7 +6,6 @@ The offer of its update comes to the test over a pipe, so that the test is the w
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from support import forking
 
 from vllm_bucketsync.clients.base import UPDATE_METHOD, UpdateAnswer, UpdateRequest
 from vllm_bucketsync.sender import Sender
@@ -103,7 +103,7 @@ class TrainerProcess:
             number: The signal that it sends itself there.
             settings: Of its ``WeightSync``.
         """
-        context = multiprocessing.get_context("spawn")
+        context = forking.context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=_train, args=(theirs, strike, int(number), settings), daemon=True

@@ -237,7 +237,7 @@ def test_a_worker_that_waited_too_long_names_the_trainers_setting(name: str) -> 
     receiver.greet(worker.hello(offer))
     if name == "idle_timeout_s":
         receiver.session.state = State.READY
-    silent: Any = SimpleNamespace(receive=lambda timeout_s: None)
+    silent: Any = SimpleNamespace(receive=lambda timeout_s: None, peer_pid=4711)
 
     with pytest.raises(ChannelTimeoutError) as caught:
         serve._next_command(silent, receiver, offer)

@@ -143,6 +143,7 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
     assert options == {
         "source": folder,
         "version": "step-1",
+        "require_newer": False,
         "partial": [],
         "dry_run": False,
         "pause": "wait",
@@ -161,7 +162,7 @@ def test_every_option_of_a_push_is_handed_on(fake: Fake, push: list[str]) -> Non
     other = ["--url", "unix:///run/vllm"]
 
     patterns = ["--partial", "*.norm.weight", "--partial", "lm_head.*"]
-    more = ["--atomic", "--verify", "digest", "--trace", "t.json", *patterns]
+    more = ["--atomic", "--verify", "digest", "--trace", "t.json", "--require-newer", *patterns]
     cli.main([*push, *other, "--version", "7", "--pause", "keep", "--dry-run", *more])
 
     assert fake.made == {"engine": [URL, "unix:///run/vllm"], "api_key": None}
@@ -170,6 +171,7 @@ def test_every_option_of_a_push_is_handed_on(fake: Fake, push: list[str]) -> Non
     assert fake.pushed[0]["dry_run"]
     assert fake.pushed[0]["trace"] == Path("t.json")
     assert (fake.pushed[0]["atomic"], fake.pushed[0]["verify"]) == (True, "digest")
+    assert fake.pushed[0]["require_newer"]
 
     cli.main([*push, "--api-key", "given"])
 

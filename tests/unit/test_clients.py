@@ -547,3 +547,26 @@ def test_development_mode_takes_no_adapter_and_is_not_paused_for_it(
         with pytest.raises(UnsupportedError, match="VLLM_PLUGINS=bucketsync,bucketsync_http"):
             ask()
     assert not any("pause" in path for path in server.asked)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("http://h:8000", "http://h:8000/"),
+        ("http://h", "HTTP://H:80"),
+        ("http://localhost:1/root", "http://127.0.0.1:1/root/"),
+        ("unix:///run/vllm.sock", "unix:///run/vllm.sock"),
+    ],
+)
+def test_an_engine_that_is_named_twice_is_refused(first: str, second: str) -> None:
+    with pytest.raises(ConfigError, match="named twice"):
+        connect([first, "http://other:1", second])
+
+
+def test_engines_that_differ_in_port_path_or_scheme_are_two() -> None:
+    urls = ["http://h:1", "http://h:2", "http://h:1/a", "https://h:1", "unix:///a", "unix:///b"]
+
+    assert len(connect(urls)) == len(urls)
+    assert len(connect([FakeLlm(), FakeLlm()])) == 2
+    with pytest.raises(ConfigError, match="named twice"):
+        connect([llm := FakeLlm(), llm])

@@ -30,6 +30,7 @@ SAMPLES: list[BucketSyncError] = [
     errors.EngineBusyError("update 7 runs"),
     errors.EngineAsleepError("wake up first"),
     errors.EngineUnreachableError("refused", url="http://localhost:8000"),
+    errors.OlderVersionError("not newer", version="3", held="7"),
     errors.TransportError("lost"),
     errors.ChannelTimeoutError(timeout_s=0.5, waiting_for="ack from rank 1", advice="look"),
     errors.PeerLostError("rank 1 is gone", pid=4711),

@@ -6,15 +6,17 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.stepping import Pairs, byte_pairs, manifest_of, shm_slots
+from support.stepping import SLOT_BYTES, Pairs, byte_pairs, manifest_of, shm_slots
 
+from vllm_bucketsync import packing as packing_module
 from vllm_bucketsync.errors import SourceError
 from vllm_bucketsync.layout import Entry, Manifest, TensorMeta
-from vllm_bucketsync.messages import Batch, Command, Deviate
-from vllm_bucketsync.packing import Packing
+from vllm_bucketsync.messages import Batch, Busy, Command, Deviate
+from vllm_bucketsync.packing import BUSY_S, Packing
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sources import Source
 from vllm_bucketsync.timeline import Timeline
@@ -172,7 +174,8 @@ def test_a_tensor_is_let_go_before_the_next_one_is_asked_for(slots: Slots) -> No
     source = Source(declared=None, tensors=tensors())
     packing = Packing(source, manifest=None, slots=slots)
 
-    assert len(list(packing.batches(lambda: packing.num_batches))) == 2
+    found = [one for commands in packing.batches(lambda: packing.num_batches) for one in commands]
+    assert len([one for one in found if isinstance(one, Batch)]) == 2
     assert len(alive) == 3
 
 
@@ -181,10 +184,10 @@ def test_how_far_it_has_come_is_told_with_the_last_tensor(slots: Slots) -> None:
     manifest = manifest_of(pairs)
     source = Source(declared=manifest, tensors=iter(pairs))
     packing = Packing(source, manifest=manifest, slots=slots)
-    assert packing.describe() == "bucket 0 (tensor 0 of 2)"
+    assert packing.describe() == "bucket 0 of 3 (tensor 0 of 2)"
 
     list(packing.batches(lambda: packing.num_batches))
-    assert packing.describe() == "bucket 3 (tensor 2 of 2, t1)"
+    assert packing.describe() == "bucket 3 of 3 (tensor 2 of 2, t1)"
     streamed, _ = pack(slots, pairs)
     assert streamed.describe() == "bucket 3 (tensor 2, t1)"
 
@@ -253,3 +256,41 @@ def test_a_bucket_is_flushed_between_its_last_byte_and_its_announcement(
         kinds = [kind for kind, batch in events if batch == number]
         assert kinds[-2:] == ["flush", "say"]
         assert set(kinds[:-2]) == {"write"}
+
+
+def test_a_slow_source_is_told_of_between_two_tensors_of_one_bucket(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(packing_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def tensors() -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        nonlocal now_s
+        for took_s, pair in zip((0.1, 0.1, 0.1, 3.0, 0.2), byte_pairs(0, 0, 0, 0, 0), strict=True):
+            now_s += took_s
+            yield pair
+
+    packing = Packing(Source(declared=None, tensors=tensors()), manifest=None, slots=slots)
+    said = [one for commands in packing.batches(lambda: 0) for one in commands]
+
+    assert said[:-1] == [Busy(num_tensors=3), Busy(num_tensors=4)]
+    assert isinstance(said[-1], Batch)
+    assert packing.source_s == pytest.approx(0.2)
+
+
+def test_of_a_source_that_is_fast_enough_no_more_is_said_than_its_buckets(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(packing_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def tensors() -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        nonlocal now_s
+        for pair in byte_pairs(*[SLOT_BYTES] * 8):
+            now_s += 0.9 * BUSY_S
+            yield pair
+
+    packing = Packing(Source(declared=None, tensors=tensors()), manifest=None, slots=slots)
+    said = [one for commands in packing.batches(lambda: 100) for one in commands]
+
+    assert [type(one) for one in said] == [Batch] * 8

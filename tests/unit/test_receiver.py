@@ -846,8 +846,18 @@ def test_an_error_text_without_end_is_cut_to_what_a_message_may_hold(world: Worl
     assert len(replies[0].message) < 65_536
 
 
-@pytest.mark.parametrize("is_partial", [False, True])
-def test_torn_stays_torn_until_a_complete_commit(world: World, is_partial: bool) -> None:
+class LeavingSink(KeepingSink):
+    """Says that a pattern of ``partial`` was needed."""
+
+    def commit(self) -> SinkReport:
+        super().commit()
+        return SinkReport(left_as_is=("*.bias",))
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_torn_stays_torn_until_a_commit_that_leaves_nothing_as_it_was(
+    world: World, is_complete: bool
+) -> None:
     world.memory.is_torn = True
     # Nothing is written by any of these, and the worker is torn all the same.
     for commands in (
@@ -863,15 +873,16 @@ def test_torn_stays_torn_until_a_complete_commit(world: World, is_partial: bool)
         assert last.state is EngineState.TORN
         assert receiver.state is EngineState.TORN
 
-    partial = ("*",) if is_partial else ()
-    pairs = byte_pairs(300)
-    receiver = greeted(world.memory)
-    replies = feed(receiver, commands_of(world.slots, pairs, partial=partial))
+    # That something may be left says nothing: it may have come all the same.
+    make = KeepingSink if is_complete else LeavingSink
+    receiver = greeted(world.memory, make())
+    replies = feed(receiver, commands_of(world.slots, byte_pairs(300), partial=("*.bias",)))
 
     assert isinstance(replies[-1], Done)
     assert receiver.state is EngineState.COMMITTED
-    assert world.memory.is_torn is is_partial
-    if is_partial:
+    assert receiver.left_as_is == replies[-1].left_as_is == (() if is_complete else ("*.bias",))
+    assert world.memory.is_torn is not is_complete
+    if not is_complete:
         check_next_update_works(world.memory, world.slots)
 
 

@@ -56,7 +56,7 @@ def test_a_report_is_json_with_every_field_and_what_follows_from_them() -> None:
     found = json.loads(json.dumps(report().as_dict(), allow_nan=False))
 
     fields = {field.name for field in dataclasses.fields(PushReport)}
-    assert set(found) == fields | {"num_workers", "gb_per_s"}
+    assert set(found) == fields | {"num_workers", "gb_per_s", "goes_back", "left_as_is"}
     assert (found["num_workers"], found["gb_per_s"]) == (2, 2.0)
     assert set(found["workers"][0]) == {field.name for field in dataclasses.fields(WorkerReport)}
     assert found["workers"][0]["notes"] == ["a"]

@@ -783,25 +783,26 @@ def test_what_is_waited_for_names_bucket_tensor_rank_and_pid() -> None:
     trainer.exhaust()
     trainer.reply(Ack(seq=0), 1)
     assert sender.waiting_for() == (
-        "bucket 1 (tensor 1 of 3, t0), acknowledgement from rank 0 pid 1000"
+        "bucket 1 of 3 (tensor 1 of 3, t0), acknowledgement from rank 0 pid 1000"
     )
     trainer.reply(Ack(seq=0), 0)
     trainer.exhaust()
     assert sender.waiting_for() == (
-        "bucket 2 (tensor 2 of 3, t1), acknowledgement from rank 1 pid 1001, rank 0 pid 1000"
+        "bucket 2 of 3 (tensor 2 of 3, t1), acknowledgement from rank 1 pid 1001, rank 0 pid 1000"
     )
     for seq in (1, 2):
         trainer.reply(Ack(seq=seq))
         trainer.exhaust()
     trainer.reply(Prepared(), 1)
-    assert sender.waiting_for() == "the answer to finishing from rank 0 pid 1000"
+    sent = "after bucket 3 of 3 (tensor 3 of 3, t2)"
+    assert sender.waiting_for() == f"the answer to finishing from rank 0 pid 1000, {sent}"
     trainer.reply(Prepared(), 0)
     sender.commit()
     trainer.exhaust()
     trainer.reply(Done(), 0)
-    assert sender.waiting_for() == "the answer to committing from rank 1 pid 1001"
+    assert sender.waiting_for() == f"the answer to committing from rank 1 pid 1001, {sent}"
     trainer.reply(failed(TORN), 1)
-    assert sender.waiting_for() == "the answer to committing from "
+    assert sender.waiting_for() == f"the answer to committing from , {sent}"
 
 
 def test_what_is_waited_for_while_aborting_names_who_has_not_answered() -> None:
@@ -810,7 +811,9 @@ def test_what_is_waited_for_while_aborting_names_who_has_not_answered() -> None:
     trainer.reply(failed(TORN), 0)
     trainer.exhaust()
 
-    assert trainer.sender.waiting_for() == "the answer to aborting from rank 1 pid 1001"
+    assert trainer.sender.waiting_for() == (
+        "the answer to aborting from rank 1 pid 1001, after bucket 2 of 3 (tensor 2 of 3, t1)"
+    )
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])

@@ -21,6 +21,7 @@ from vllm_bucketsync import __version__, link, serve
 from vllm_bucketsync.adapters import spec_of
 from vllm_bucketsync.errors import EngineState, PeerLostError
 from vllm_bucketsync.messages import PROTOCOL_VERSION, Abort, Command, Hello, Open, Reply
+from vllm_bucketsync.sinks import SinkReport
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.sync import WeightSync
 
@@ -34,6 +35,9 @@ OFFER: dict[str, Any] = {
     "connect_timeout_s": 1.0,
     "idle_timeout_s": 1.0,
 }
+
+
+OFFER_OF_NOW = msgspec.convert(OFFER, serve.Offer)
 
 
 class ScriptedLink:
@@ -332,6 +336,48 @@ def test_a_failed_update_keeps_the_version_of_the_last_one_that_worked(slots: Sl
     status = serve.status(worker)
     assert (status["version"], status["update_id"]) == ("1", "first")
     assert status["is_torn"]
+    assert status["state"] == "torn"
+    worker.memory.release()
+
+
+class PartSink(KeepingSink):
+    """Takes what it gets for a part of the weights, as long as it is told to."""
+
+    left_as_is: tuple[str, ...] = ()
+
+    def commit(self) -> SinkReport:
+        super().commit()
+        return SinkReport(left_as_is=self.left_as_is)
+
+
+def test_what_was_left_as_it_was_is_marked_until_an_update_is_complete(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = serve.Worker(make_sink=lambda opened: PartSink())
+    assert plain(serve.status(worker))["state"] is None
+    seen = []
+    for left_as_is in (("b.*",), ("a.*",), (), ("a.*",)):
+        monkeypatch.setattr(PartSink, "left_as_is", left_as_is)
+        run(worker, commands_of(slots, byte_pairs(300), version="1", partial=("a.*", "b.*")))
+        seen.append(plain(serve.status(worker))["left_as_is"])
+        # Of a failed update nothing came, so nothing was mended.
+        run(worker, [])
+        status = serve.status(worker)
+        assert (status["state"], status["left_as_is"]) == ("unchanged", seen[-1])
+
+    assert seen == [["b.*"], ["a.*", "b.*"], [], ["a.*"]]
+    worker.memory.release()
+
+
+def test_hello_says_which_versions_the_worker_holds(slots: Slots) -> None:
+    worker = worker_of()
+    worker.adapter_versions = lambda: {"policy": "8"}
+    assert (worker.hello(OFFER_OF_NOW).version, worker.version) == (None, None)
+
+    run(worker, commands_of(slots, byte_pairs(300), version="7"))
+
+    hello = worker.hello(OFFER_OF_NOW)
+    assert (hello.version, hello.adapters) == ("7", {"policy": "8"})
     worker.memory.release()
 
 

@@ -76,6 +76,11 @@ def add_options(parser: argparse.ArgumentParser, *, partial: str) -> None:
         metavar="PATTERN",
         help=f"{partial}, by a pattern such as '*.norm.*'; repeat it for several",
     )
+    option(
+        "--require-newer",
+        action="store_true",
+        help="refuse to replace the same version or a higher one; versions are whole numbers",
+    )
     option("--dry-run", action="store_true", help="check everything, and write nothing")
     option(
         "--pause",
@@ -114,6 +119,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         act=lambda sync, progress: sync.push(
             args.checkpoint,
             version=version,
+            require_newer=args.require_newer,
             partial=args.partial,
             dry_run=args.dry_run,
             pause=args.pause,

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             args.adapter,
             name=args.name,
             version=version,
+            require_newer=args.require_newer,
             partial=args.partial,
             dry_run=args.dry_run,
             pause=args.pause,

@@ -43,15 +43,24 @@ def report_table(report: Mapping[str, Any]) -> Table:
     table.add_row("transport", escape(f"{report['transport']}: {report['transport_reason']}"))
     if skipped := report.get("skipped"):
         table.add_row("skipped", escape(", ".join(skipped)))
+    if left_as_is := report.get("left_as_is"):
+        table.add_row("left as it was", escape(", ".join(left_as_is)))
+    if report.get("goes_back"):
+        table.add_row("went back from", escape(str(report.get("previous_version"))))
     for worker in report.get("workers", ()):
-        if place := worker.get("staged_on"):
-            staged = f"{worker['staged_bytes']:,} bytes in {place}"
-            table.add_row(f"staged by rank {worker['rank']}", escape(staged))
-        if verified := worker.get("verified_bytes"):
-            table.add_row(f"verified by rank {worker['rank']}", _verified(worker, verified))
-        for note in worker["notes"]:
-            table.add_row(f"note of rank {worker['rank']}", escape(note))
+        _add_worker(table, worker)
     return table
+
+
+def _add_worker(table: Table, worker: Mapping[str, Any]) -> None:
+    """Add what one worker has to say."""
+    if place := worker.get("staged_on"):
+        staged = f"{worker['staged_bytes']:,} bytes in {place}"
+        table.add_row(f"staged by rank {worker['rank']}", escape(staged))
+    if verified := worker.get("verified_bytes"):
+        table.add_row(f"verified by rank {worker['rank']}", _verified(worker, verified))
+    for note in worker["notes"]:
+        table.add_row(f"note of rank {worker['rank']}", escape(note))
 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
@@ -72,7 +81,7 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             str(worker["pid"]),
             escape(worker["device"]),
             "initial" if version is None else escape(version),
-            "[red]torn[/red]" if worker["is_torn"] else "whole",
+            _state_of(worker),
             str(worker["num_updates"]),
             str(worker["num_failures"]),
             worker.get("transport") or "",
@@ -87,6 +96,12 @@ def _verified(worker: Mapping[str, Any], verified_bytes: int) -> str:
     text = f"{verified_bytes:,} bytes, {num_modules} modules"
     num_others = worker["num_unverified"]
     return f"{text}; {num_others} tensors were not compared" if num_others else text
+
+
+def _state_of(worker: Mapping[str, Any]) -> str:
+    if worker["is_torn"]:
+        return "[red]torn[/red]"
+    return "partly older" if worker.get("left_as_is") else "whole"
 
 
 def _adapters(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

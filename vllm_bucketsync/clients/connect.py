@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from ..config import api_key_from_env
 from ..errors import ConfigError
@@ -12,6 +13,7 @@ from .base import Engine
 from .http import HttpEngine
 from .llm import LlmEngine
 
+_PORTS = {"http": 80, "https": 443}
 _CONTRACT = ("update", "call", "num_workers", "check_ready")
 
 
@@ -30,12 +32,38 @@ def connect(named: object, *, api_key: str | None = None) -> list[Engine]:
     engines = [_connect(one, api_key=api_key) for one in cast(Sequence[Any], several)]
     if not engines:
         raise ConfigError("no engine was named; expected an LLM, a server's URL, or several")
+    twice = _named_twice(several, engines)
+    if twice is not None:
+        raise ConfigError(f"{twice} was named twice; an update reaches an engine once")
     if len(engines) > 1 and any(engine.is_in_process for engine in engines):
         raise ConfigError(
             "an in-process LLM can only be updated alone; run it with "
             "VLLM_ENABLE_V1_MULTIPROCESSING=1"
         )
     return engines
+
+
+def _named_twice(several: Sequence[Any], engines: Sequence[Engine]) -> str | None:
+    """Return the name of an engine that is there twice: the same object, or the same URL."""
+    seen: set[object] = set()
+    for named, engine in zip(several, engines, strict=True):
+        key = _normal(engine.name) if isinstance(named, str) else id(named)
+        if key in seen:
+            return engine.name
+        seen.add(key)
+    return None
+
+
+def _normal(url: str) -> str:
+    """Return a URL as any other spelling of it: hosts have no case, and ports a default."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or _PORTS[parts.scheme]
+    # A Unix socket, or what is found to be no URL when it is asked.
+    except (KeyError, ValueError):
+        return url
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 
 def _connect(named: Any, *, api_key: str | None) -> Engine:

@@ -48,6 +48,7 @@ from .slots import create_shrinking
 # Page tables are filled at once: a first touch costs ten times a later one.
 _MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _CPU = torch.device("cpu")
+_ZEROS_BYTES = 1 << 20
 
 
 class ShmRegion:
@@ -91,7 +92,7 @@ class ShmRegion:
         fd = os.open(path, flags, 0o600)
         try:
             lock(fd)
-            os.posix_fallocate(fd, 0, HEADER_BYTES + num_bytes)
+            _reserve(fd, HEADER_BYTES + num_bytes)
             memory = mmap.mmap(fd, HEADER_BYTES + num_bytes, flags=_MAP_FLAGS)
         except BaseException as error:
             os.close(fd)
@@ -316,6 +317,24 @@ def create_slots(settings: Settings, needed_bytes: int | None) -> tuple[ShmRegio
         return ShmRegion.create(num_bytes, directory=settings.dir)
 
     return create_shrinking(settings, needed_bytes, make=make)
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    """Take a file's memory now, so that no write to its mapping can find it missing.
+
+    Raises:
+        OSError: There is not so much.
+    """
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        # What a file system says that cannot do it. Where it does not fit, zeros do not.
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
+            raise
+        zeros = memoryview(bytes(min(num_bytes, _ZEROS_BYTES)))
+        written = 0
+        while written < num_bytes:
+            written += os.pwrite(fd, zeros[: num_bytes - written], written)
 
 
 def _data_of(memory: mmap.mmap, num_bytes: int) -> torch.Tensor:

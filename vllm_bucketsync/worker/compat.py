@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 from vllm.platforms import current_platform
 
 from ..errors import UnsupportedError
+
+_CPU = torch.device("cpu")
 
 # What the layerwise reload is driven by, beside its public functions.
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
@@ -51,9 +53,18 @@ def check_layerwise_reload() -> None:
 def engine_context(vllm_config: Any) -> Iterator[None]:
     """Run vLLM's loaders as vLLM does: with its config set, and without gradients.
 
-    Not ``inference_mode``: it would leave inference tensors inside parameters.
+    Not ``inference_mode``: it would leave inference tensors inside parameters. What the
+    caller of an in-process push has set for its own thread, a default device or inference
+    mode, is not for the engine's tensors.
     """
-    with set_current_vllm_config(vllm_config), torch.no_grad():
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.enter_context(torch.no_grad())
+        # Entered only where it changes something: it costs every call of torch.
+        if torch.get_default_device() != _CPU:
+            stack.enter_context(_CPU)
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
         yield
 
 

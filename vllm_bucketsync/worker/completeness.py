@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -38,18 +38,25 @@ class Waiver:
     Attributes:
         patterns: fnmatch patterns over parameter names, as the user gave them.
         tied: Names that share their parameter with another one.
+        used: Patterns that were needed so far: something did not come.
     """
 
     patterns: Sequence[str]
     tied: Mapping[str, str]
+    used: set[str] = field(default_factory=set, compare=False)
 
     def tied_to(self, name: str | None) -> str | None:
         """Return the name whose parameter ``name``, as the loaders know it, shares."""
         return self.tied.get(name or "")
 
     def covers(self, name: str) -> bool:
-        """Whether parameter ``name`` may keep its old value."""
-        return name in self.tied or any(fnmatchcase(name, one) for one in self.patterns)
+        """Whether parameter ``name``, which got none, may keep its old value."""
+        if name in self.tied:
+            return True
+        found = next((one for one in self.patterns if fnmatchcase(name, one)), None)
+        if found is not None:
+            self.used.add(found)
+        return found is not None
 
 
 def idle_patterns(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -100,6 +107,7 @@ def judge(
     *,
     waiver: Waiver,
     arrived: Callable[[Target], Sequence[str]],
+    came: Collection[str] = (),
 ) -> list[Problem]:
     """Return what is missing in ``modules``.
 
@@ -107,26 +115,31 @@ def judge(
         modules: The modules and what reached them.
         waiver: What may be missing.
         arrived: Names of the sources that reached a target, for the text.
+        came: Names of targets that are known to have got their value.
     """
     found: dict[str, Problem] = {}
     for entry in modules:
         # Attention-like modules hold scales, which have defaults.
         if compat.is_processed_last(entry.module) or compat.keeps_live_tensors(entry.module):
             continue
-        for problem in _judge_module(entry, waiver=waiver, arrived=arrived):
+        for problem in _judge_module(entry, waiver=waiver, arrived=arrived, came=came):
             found.setdefault(problem.name, problem)
     return list(found.values())
 
 
 def _judge_module(
-    entry: ModuleTargets, *, waiver: Waiver, arrived: Callable[[Target], Sequence[str]]
+    entry: ModuleTargets,
+    *,
+    waiver: Waiver,
+    arrived: Callable[[Target], Sequence[str]],
+    came: Collection[str],
 ) -> Iterable[Problem]:
     alone = compat.independent_names()
     reached = {name: _num_reached(target) for name, target in entry.targets.items()}
     is_loaded = any(num for name, (num, _) in reached.items() if name not in alone)
     for name, (num_reached, num_expected) in reached.items():
         target = entry.targets[name]
-        if num_reached >= num_expected:
+        if num_reached >= num_expected or target.name in came:
             continue
         # What is built anew with its module would be garbage if nothing came.
         if num_reached or (is_loaded and name not in alone):

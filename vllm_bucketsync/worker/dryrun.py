@@ -37,11 +37,13 @@ class DryRunResult:
         record: What loading comes down to; of the healthy tensors, where there are problems.
         problems: What is wrong, first things first; empty means that it will load.
         plan: How it is loaded without the loaders, where that is possible.
+        left_as_is: Patterns that let a parameter keep its old value.
     """
 
     record: LoadRecord
     problems: tuple[Problem, ...]
     plan: Plan | None = None
+    left_as_is: tuple[str, ...] = ()
 
     def is_current(self) -> bool:
         """Whether the plan's direct modules are still computed with as they were observed."""
@@ -129,7 +131,11 @@ class _Run:
             tainted=frozenset(self._recorder.tainted),
             skipped=now.skipped,
         )
-        return DryRunResult(record=record, problems=tuple(now.problems))
+        return DryRunResult(
+            record=record,
+            problems=tuple(now.problems),
+            left_as_is=tuple(sorted(self._waiver.used)),
+        )
 
     def retained(self) -> frozenset[int]:
         """Return the sources that a loader still holds on to, and does who knows what with."""

@@ -77,7 +77,12 @@ class WorkerExtension:
             num_sharers = worker.vllm_config.parallel_config.world_size
             return staged_if_asked(sink, opened, device=worker.device, num_sharers=num_sharers)
 
+        def adapter_versions() -> dict[str, str]:
+            shelf = find_shelf(worker)
+            return {} if shelf is None else shelf.versions()
+
         return serve.Worker(
+            adapter_versions=adapter_versions,
             make_sink=make_sink,
             rank=worker.rank,
             dp_index=getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0),

@@ -95,15 +95,16 @@ class Intake:
         waiting = self._reload.waiting()
         begun = [layer for layer in waiting if layer.info.loaded_weights]
         untouched = [layer for layer in waiting if not layer.info.loaded_weights]
-        found = _judge_again(begun, self._waiver, self._arrived_near)
+        came = self._loaded_independently()
+        found = _judge_again(begun, self._waiver, self._arrived_near, came)
         found += completeness.judge(
             completeness.targets_of((layer.path, layer.module) for layer in untouched),
             waiver=self._waiver,
             arrived=lambda target: (),
+            came=came,
         )
         told = {problem.name for problem in found}
-        found += [one for one in self._missing_live() if one.name not in told]
-        return [one for one in found if one.name not in self._loaded_independently()]
+        return found + [one for one in self._missing_live() if one.name not in told]
 
     def _feed_and_check(self, weights: Weights) -> None:
         with _Watch([data for _, data in weights]) as watch:
@@ -275,7 +276,9 @@ def _misfit(layer: OpenLayer, name: str, bound: BoundArguments) -> tuple[int, ..
     return None
 
 
-def _judge_again(layers: Sequence[OpenLayer], waiver: Waiver, arrived: Any) -> list[Problem]:
+def _judge_again(
+    layers: Sequence[OpenLayer], waiver: Waiver, arrived: Any, came: set[str]
+) -> list[Problem]:
     """Judge modules that began to load, by loading what vLLM keeps once more onto meta.
 
     vLLM's own count leaves out what loaders fill with constants, such as the rows of
@@ -286,4 +289,4 @@ def _judge_again(layers: Sequence[OpenLayer], waiver: Waiver, arrived: Any) -> l
         for layer in layers:
             for name, bound in layer.info.loaded_weights:
                 original_loader(getattr(layer.module, name))(*bound.args, **bound.kwargs)
-    return completeness.judge(modules, waiver=waiver, arrived=arrived)
+    return completeness.judge(modules, waiver=waiver, arrived=arrived, came=came)

@@ -81,6 +81,7 @@ class WeightSink:
         self._replay: Replay | None = None
         self._looks: ModelLooks | None = None
         self._left_at: int | None = None
+        self._waived: Waiver | None = None
         self._is_handed_over = False
         self._was_begun = False
         self._idle = ""
@@ -203,7 +204,8 @@ class WeightSink:
                 split = _joined(self._replay.settle(), split)
         with compat.engine_context(self._worker.vllm_config):
             self._notes.extend(caches.drop_caches(self._worker))
-            if not self._partial:
+            left_as_is = self._left_as_is()
+            if not left_as_is:
                 sleeps.regain_base(self._worker)
             synchronise(self._worker.device)
         self._was_begun = False
@@ -217,6 +219,7 @@ class WeightSink:
             skipped=tuple(skipped),
             notes=tuple(self._notes),
             spans=() if self._replay is None else tuple(self._replay.timeline.spans),
+            left_as_is=left_as_is,
         )
 
     def abort(self) -> EngineState:
@@ -333,7 +336,15 @@ class WeightSink:
         return self._loaders
 
     def _waiver(self) -> Waiver:
-        return Waiver(self._partial, compat.tied_names(self._model))
+        if self._waived is None:
+            self._waived = Waiver(self._partial, compat.tied_names(self._model))
+        return self._waived
+
+    def _left_as_is(self) -> tuple[str, ...]:
+        """Return the patterns without which something would be missing."""
+        if self._is_declared and self._result is not None:
+            return self._result.left_as_is
+        return () if self._waived is None else tuple(sorted(self._waived.used))
 
     def _skipped(self) -> dict[str, str]:
         """Return what the dry run said of the tensors that came, of those that go nowhere."""

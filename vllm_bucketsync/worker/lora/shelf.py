@@ -235,6 +235,10 @@ class Shelf:
                 model.loras[name] = nan_head(name, module, dtype=owner.lora_config.lora_dtype)
         return model
 
+    def versions(self) -> dict[str, str]:
+        """Return the version of each adapter, by name."""
+        return {kept.spec.name: kept.version for kept in self._kept.values()}
+
     def status(self) -> list[dict[str, Any]]:
         """Return what is kept, as primitives, by name."""
         active = set(self._manager._active_adapters)
