@@ -46,6 +46,7 @@ from support.struck_trainer import (
 
 from vllm_bucketsync import errors
 from vllm_bucketsync.channel import LINGER_S
+from vllm_bucketsync.identity import doing
 from vllm_bucketsync.messages import encode
 from vllm_bucketsync.session import State
 from vllm_bucketsync.sync import WeightSync
@@ -71,9 +72,13 @@ class Stage:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.fill = 0
+        self.begin()
+
+    def begin(self) -> None:
+        device = self.device
         self.engine = FakeEngine("live", world_size=NUM_WORKERS, device=device)
         self.trainer = StruckTrainer(device)
-        self.fill = 0
         self.has_respawned = False
         self.baseline: list[dict[str, int]] = []
         # Drivers and allocators take what they need with the first update, and keep it.
@@ -105,7 +110,15 @@ def _nothing_is_left(_fork_server: None, _session_dir: Path) -> Iterator[None]:
     yield
     gc.collect()
     assert set(_session_dir.rglob("*")) == files
-    assert held() == before
+    # The kernel may be a moment late with what a process had that has just ended.
+    deadline_s = time.monotonic() + AT_ONCE_S
+    while has_more(held(), before) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not has_more(held(), before), (held(), before)
+
+
+def has_more(now: dict[str, int], then: dict[str, int]) -> bool:
+    return any(now[name] > then[name] for name in then)
 
 
 def deadlines(case: Case, directory: str) -> dict[str, Any]:
@@ -144,7 +157,13 @@ def test_a_fault(
     stamp = tmp_path / "struck"
     act = strike_a_worker if case.end is WORKER else strike_the_trainer
 
-    act(case, stage, shm_dir, stamp)
+    try:
+        act(case, stage, shm_dir, stamp)
+    except BaseException:
+        # A case that fails is not to take the next ones with it.
+        stage.close()
+        stage.begin()
+        raise
 
     assert case.fault == "source" or stamp.exists(), "the strike did not come"
     # What a dead trainer left is a minute old when the next one looks.
@@ -166,7 +185,7 @@ def strike_a_worker(case: Case, stage: Stage, shm_dir: str, stamp: Path) -> None
             error = caught
         ended_s = time.monotonic()
         if case.fault == "stop":
-            engine.kill(0, signal.SIGCONT)
+            resume(pid)
         assert all(call.wait(20) for call in sync._calls)
         if case.fault == "kill":
             engine.respawn(0)
@@ -198,7 +217,7 @@ def strike_the_trainer(case: Case, stage: Stage, shm_dir: str, stamp: Path) -> N
     trainer.push(order, engine)
     ended_s = time.monotonic()
     if case.fault == "stop":
-        trainer.resume()
+        resume(pid)
     told = None
     if case.fault == "kill":
         trainer.process.join(10)
@@ -220,6 +239,15 @@ def strike_the_trainer(case: Case, stage: Stage, shm_dir: str, stamp: Path) -> N
         assert name in {"", "GatherFailedError"} or hasattr(errors, name)
         if claim is not None:
             check_claim(claim, states, is_raised=bool(name))
+
+
+def resume(pid: int) -> None:
+    """Let a process go on, but not before it has stopped: the others may be that fast."""
+    deadline_s = time.monotonic() + 10
+    while doing(pid) != "stopped by a signal":
+        assert time.monotonic() < deadline_s, "it did not stop"
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGCONT)
 
 
 def make_whole(stage: Stage, shm_dir: str) -> None:
