@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -181,6 +182,9 @@ class DeferredCopies:
         return found
 
 
+_device_of = attrgetter("device")
+
+
 class Places:
     """Places in one memory that are filled again and again, from other tensors each time."""
 
@@ -226,7 +230,9 @@ class Places:
             return
         device = self._memory.device
         with torch.no_grad():
-            if all(one.device == device and not one.is_neg() for one in sources):
+            # One call of C for each question and tensor: there may be thousands.
+            is_plain = not any(map(torch.Tensor.is_neg, sources))
+            if is_plain and set(map(_device_of, sources)) == {device}:
                 for kind, targets in self._fused().items():
                     torch._foreach_copy_(targets, [sources[index] for index in self._indices[kind]])
                 rest: Sequence[int] = self._indices[None]
