@@ -147,7 +147,9 @@ def _raised_of_what_is_said(case: Case) -> Codes:
     if case.state is State.GREETING and case.fault == "wrong" and _is_reply(case):
         # As a stranger's: whoever has not said hello is not listened to.
         return frozenset({""})
-    if case.state is State.COMMITTED:
+    # What came too early may be read when it is no longer.
+    is_early = case.state is State.PREPARED and case.message == "Done"
+    if case.state is State.COMMITTED or is_early:
         return frozenset({"", "RemoteProtocolError"})
     return frozenset({"RemoteProtocolError"})
 

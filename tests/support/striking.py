@@ -204,7 +204,14 @@ def _hit() -> None:
 
 
 def _cut(path: str) -> None:
-    """Break every connection of this process over a socket's path, whichever end it is."""
+    """Break every connection of this process over a socket's path, once there is one."""
+    deadline_s = time.monotonic() + 1.0
+    while not _cut_now(path) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+
+
+def _cut_now(path: str) -> bool:
+    num_cut = 0
     for link in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):
             if not os.readlink(link).startswith("socket:"):  # noqa: PTH115 - no path of a file
@@ -212,6 +219,8 @@ def _cut(path: str) -> None:
             with socket.socket(fileno=os.dup(int(link.name))) as connected:
                 if path in {connected.getpeername(), connected.getsockname()}:
                     connected.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+    return num_cut > 0
 
 
 class LiveSink:
