@@ -232,7 +232,7 @@ class Sender:
         return peer.has_ended
 
     def _greet(self, key: bytes, hello: Hello) -> None:
-        if not self._has_token(hello):
+        if not self.has_token(hello):
             # Somebody whom an earlier, expired offer sent here.
             self._outbox.append((key, Abort(reason="this offer has expired")))
             return
@@ -261,12 +261,13 @@ class Sender:
         if self.phase is Phase.ABORTING:
             self._abort_all(str(self.error))
 
-    def _has_token(self, hello: Hello) -> bool:
+    def has_token(self, hello: Hello) -> bool:
+        """Return whether a worker was asked for this update."""
         return hmac.compare_digest(hello.token.encode(), self.update.token.encode())
 
     def _confirm(self, peer: Peer, hello: Hello) -> None:
         """Take a worker at its word, which was known before it came."""
-        if self._opened is None or not self._has_token(hello):
+        if self._opened is None or not self.has_token(hello):
             raise RemoteProtocolError(f"{peer} answered another offer; push again")
         guess.check(peer, hello, self._opened)
         peer.hello, peer.is_guessed = hello, False

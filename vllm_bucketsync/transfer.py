@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from .asking import Asking, Progress, RpcCall, UpdateCall, early_end, has_failed
-from .channel import Event, Listener, Lost
+from .channel import Event, Listener, Lost, Received
 from .clients.base import Engine, UpdateAnswer
 from .config import Settings
 from .errors import (
@@ -22,7 +22,7 @@ from .errors import (
     RemoteProtocolError,
 )
 from .link import register, unregister
-from .messages import Command, Reply, decode_reply, encode
+from .messages import Command, Hello, Reply, decode_reply, encode
 from .sender import Sender
 from .timeline import RETURNING
 from .update import Phase
@@ -260,8 +260,6 @@ class _Run:
         return any(key in self._sender.peers for key, _ in outgoing)
 
     def _take(self, event: Event) -> None:
-        if event.peer in self._former:
-            return
         if isinstance(event, Lost):
             peer = self._sender.peers.get(event.peer)
             text = (
@@ -271,6 +269,9 @@ class _Run:
             self._unreachable.pop(event.peer, None)
             self._sender.lose(event.peer, PeerLostError(text, pid=event.pid))
             return
+        if event.peer in self._former and not self._begins(event):
+            return
+        self._former -= {event.peer}
         try:
             reply = decode_reply(event.data)
         except RemoteProtocolError as found:
@@ -285,6 +286,14 @@ class _Run:
             self._sender.lose(event.peer, error)
             return
         self._sender.receive(event.peer, reply)
+
+    def _begins(self, event: Received) -> bool:
+        """Whether a worker of an earlier update says hello to this one."""
+        try:
+            reply = decode_reply(event.data)
+        except RemoteProtocolError:
+            return False
+        return isinstance(reply, Hello) and self._sender.has_token(reply)
 
     def _look(self, done: Sequence[int]) -> None:
         """See why nothing comes."""
