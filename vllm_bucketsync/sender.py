@@ -23,7 +23,7 @@ from .errors import (
     utf8,
 )
 from .identity import HOST
-from .layout import TensorMeta
+from .layout import Manifest, TensorMeta
 from .messages import (
     MAX_METAS,
     PROTOCOL_VERSION,
@@ -333,16 +333,25 @@ class Sender:
             held = [peer.holds(self.update.adapter) for peer in self._peers_of(engine)]
             check_newer(self.update.version, held)
 
+    def _manifest_to_name(self, hellos: Sequence[Hello]) -> Manifest | None:
+        """Return what the source was declared as, or what the last stream was if all know it.
+
+        Whatever was offered first stays: workers that heard it were promised it.
+        """
+        declared, last = self.source.declared, self.slots.last_manifest
+        if declared is not None or last is None:
+            return declared
+        if self._opened is not None:
+            return None if self._opened.manifest is None else last
+        return last if all(last.digest in hello.manifests for hello in hellos) else None
+
     def _offer(self) -> None:
         """Offer the first of the transports that are left."""
         declared = self.source.declared
         hellos = self._hellos()
         if not self.update.is_dry_run:
             self.route.prepare(hellos, source=self.source)
-        manifest = declared or self.slots.last_manifest
-        if declared is None and manifest is not None:
-            known = all(manifest.digest in hello.manifests for hello in hellos)
-            manifest = manifest if known else None
+        manifest = self._manifest_to_name(hellos)
         self.packing = Packing(
             self.source,
             manifest=manifest,

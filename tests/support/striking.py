@@ -290,11 +290,17 @@ def held() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - as above
         "segments": Path("/proc/self/maps").read_text(encoding="utf-8").count(".seg"),
         "threads": sum(name.startswith("ZMQ") for name in names),
-        "children": sum(
-            len(Path(f"/proc/self/task/{task}/children").read_text(encoding="ascii").split())
-            for task in os.listdir("/proc/self/task")  # noqa: PTH208 - as above
-        ),
+        "children": sum(map(_num_children, os.listdir("/proc/self/task"))),  # noqa: PTH208
     }
+
+
+def _num_children(task: str) -> int:
+    try:
+        children = Path(f"/proc/self/task/{task}/children").read_text(encoding="ascii")
+    except FileNotFoundError:
+        # A thread that has ended meanwhile.
+        return 0
+    return len(children.split())
 
 
 def every_message() -> dict[str, messages.Message]:
