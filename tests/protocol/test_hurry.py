@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bytes_of import bytes_of
 from support.fake_engine import FakeEngine
+from support.striking import Strike, hashes_of
 from support.thread_engine import ThreadEngine
 
 from vllm_bucketsync import serve
@@ -25,7 +28,9 @@ from vllm_bucketsync.errors import (
     ChannelTimeoutError,
     EngineState,
     EngineUnreachableError,
+    PeerLostError,
 )
+from vllm_bucketsync.session import State
 from vllm_bucketsync.sync import WeightSync
 
 
@@ -194,3 +199,51 @@ def test_a_kept_connection_is_one_to_the_last_trainer_only() -> None:
     serve.status(worker)
     assert worker.memory.dialer is None
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "state", "left"),
+    [
+        ("open", State.OPENING, EngineState.UNCHANGED),
+        ("load", State.READY, EngineState.UNCHANGED),
+        ("prepare", State.FINISHING, EngineState.TORN),
+        ("commit", State.COMMITTING, EngineState.TORN),
+    ],
+)
+def test_a_loader_that_fails_in_a_hurry_says_what_is_left(
+    tmp_path: Path, call: str, state: State, left: EngineState
+) -> None:
+    with FakeEngine("live") as engine, WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        strike = Strike(state=state, fault="loader", stamp=str(tmp_path / "stamp"))
+        engine.call("arm", strike)
+
+        with pytest.raises(BucketSyncError) as caught:
+            sync.push(tensors_of(2), version=2)
+
+        assert (tmp_path / "stamp").exists(), call
+        assert caught.value.engine_state is left
+        (status,) = engine.call("bucketsync_status")
+        assert (status["version"], status["is_torn"]) == ("1", left is EngineState.TORN)
+        sync.push(tensors_of(3), version=3)
+        sync.push(tensors_of(4), version=4)
+        (held,) = engine.call("live")
+        assert held == hashes_of(tensors_of(4))
+
+
+@pytest.mark.parametrize("state", [State.GREETED, State.READY, State.COMMITTING])
+def test_a_worker_that_dies_in_a_hurry_is_named_at_once(tmp_path: Path, state: State) -> None:
+    with FakeEngine("live") as engine, WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        stamp = tmp_path / "stamp"
+        engine.call("arm", Strike(state=state, fault="kill", stamp=str(stamp)))
+
+        with pytest.raises(PeerLostError, match=r"rank 0 pid \d+"):
+            sync.push(tensors_of(2), version=2)
+
+        assert time.monotonic() - float(stamp.read_text()) < 1
+        engine.respawn()
+        sync.push(tensors_of(3), version=3)
+        sync.push(tensors_of(4), version=4)
+        (held,) = engine.call("live")
+        assert held == hashes_of(tensors_of(4))
