@@ -239,7 +239,7 @@ def test_a_worker_that_dies_in_a_hurry_is_named_at_once(tmp_path: Path, state: S
         engine.call("arm", Strike(state=state, fault="kill", stamp=str(stamp)))
 
         # Before its word has arrived, only the engine's call knows of it.
-        lost = (PeerLostError, EngineUnreachableError)
+        lost: tuple[type[BucketSyncError], ...] = (PeerLostError, EngineUnreachableError)
         kinds = lost if state is State.GREETED else (PeerLostError,)
         with pytest.raises(kinds, match=r"rank 0 pid \d+|worker \d+ is gone") as caught:
             sync.push(tensors_of(2), version=2)
