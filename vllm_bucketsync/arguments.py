@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 from .clients.base import PauseMode
 from .config import Verify
@@ -37,6 +38,11 @@ def is_count(value: object) -> bool:
 
 def check_version(version: int | str) -> str:
     """Return a version as vLLM gets it, or raise ``ConfigError``."""
+    is_number = isinstance(version, SupportsIndex) and not isinstance(version, bool)
+    if not (is_number or isinstance(version, str)):
+        raise ConfigError(
+            f"version is {version!r}; expected a whole number or a name; nothing was sent"
+        )
     text = str(version)
     if utf8(text) != text:
         raise ConfigError(f"version {text!r} cannot be written as UTF-8")
@@ -59,12 +65,25 @@ def check_trace(path: str | Path | None) -> Path | None:
     """Return where a trace is to be written, or raise ``ConfigError`` where it cannot be."""
     if path is None:
         return None
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"trace is {path!r}; expected the path of a file; nothing was sent")
     found = Path(path).expanduser()
     if found.is_dir() or not found.parent.is_dir():
+        what = "is a folder" if found.is_dir() else "has a folder that does not exist"
         raise ConfigError(
-            f"trace is {str(path)!r}; expected a file in a folder that is there; nothing was sent"
+            f"trace {str(path)!r} {what}; expected a file, in a folder that exists; nothing was "
+            f"sent"
         )
     return found
+
+
+def check_rename(rename: object) -> None:
+    """Refuse what cannot be called with a name."""
+    if rename is not None and not callable(rename):
+        raise ConfigError(
+            f"rename is a {type(rename).__name__}; expected a function of a name that returns "
+            f"one; of a dict: lambda name: names.get(name, name)"
+        )
 
 
 def check_pause(pause: str) -> PauseMode:

@@ -134,10 +134,13 @@ class Keeper:
                 CLOSE_TIMEOUT_S,
             )
 
-    @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError("this WeightSync is closed; make a new one")
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        self._check_open()
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"this WeightSync belongs to process {self._pid}, from which this one was "

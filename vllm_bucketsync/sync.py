@@ -17,6 +17,7 @@ from .arguments import (
     check_order,
     check_patterns,
     check_pause,
+    check_rename,
     check_trace,
     check_verify,
     is_count,
@@ -181,6 +182,7 @@ class WeightSync(Keeper):
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
+            check_rename(rename)
             patterns, to = check_patterns(partial), check_trace(trace)
             how = check_verify(verify)
             text = check_order(version, require_newer=require_newer)
@@ -254,6 +256,7 @@ class WeightSync(Keeper):
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
         with self._exclusively():
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
+            check_rename(rename)
             to = check_trace(trace)
             patterns = check_patterns(partial)
             text = check_order(version, require_newer=require_newer)
@@ -360,6 +363,7 @@ class WeightSync(Keeper):
             UnsupportedError: It was started without the extension.
         """
         with in_words_of(self._engines):
+            self._check_open()
             self._check_ready()
             return self._ask(STATUS_METHOD)
 

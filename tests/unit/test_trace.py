@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_is_refused_before_anything_is_asked(
 ) -> None:
     target.write_text("an older one")
 
-    with pytest.raises(ConfigError, match=r"trace is '.*'; expected a file in a folder"):
+    with pytest.raises(ConfigError, match=r"trace '.*' (is|has) a folder.*; expected a file"):
         push(sync, trace=str(target.parent / name))
 
     assert engine.requests == []

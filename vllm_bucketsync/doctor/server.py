@@ -99,7 +99,7 @@ def _requests(url: str, facts: Mapping[str, Any]) -> Finding:
     if facts.get("is_updating"):
         return Finding(name=name, state=State.WARN, found="held back: an update runs there now")
     if facts["is_paused"]:
-        advice = "whoever paused it has to let it go on; a push leaves it as it is"
+        advice = "after a torn update, a complete push lets it go on; else whoever has paused it"
         return Finding(name=name, state=State.WARN, found="held back: it is paused", advice=advice)
     return Finding(name=name, state=State.OK, found="are answered")
 
