@@ -89,6 +89,8 @@ class Sender:
     timeline: Timeline = field(default_factory=Timeline)
     is_unsure: bool = False
     _is_hurried: bool = False
+    # Places of workers that were sent something, have left, and have not come again.
+    _forgotten: set[tuple[int, int, int]] = field(default_factory=set)
     _opened: Open | None = None
     _manifest: str = ""
     _outbox: list[Outgoing] = field(default_factory=list)
@@ -118,9 +120,10 @@ class Sender:
     @property
     def engine_state(self) -> EngineState:
         """What the engines as a whole hold, as far as the workers said."""
-        if self.is_unsure:
-            return EngineState.UNKNOWN
-        return held_by(peer for peer in self.peers.values() if not peer.is_guessed)
+        state = held_by(peer for peer in self.peers.values() if not peer.is_guessed)
+        # Whatever the others hold mends no torn one.
+        is_unsure = self.is_unsure and state is not EngineState.TORN
+        return EngineState.UNKNOWN if is_unsure else state
 
     def kept(self) -> guess.Known:
         """Return what each worker will say in the next update; nothing if one has left."""
@@ -128,8 +131,8 @@ class Sender:
 
     @property
     def has_silent_guess(self) -> bool:
-        """Whether something was sent to a worker that has not said hello."""
-        return any(peer.is_guessed for peer in self.peers.values())
+        """Whether something was sent to a worker that has not said hello, nor come anew."""
+        return bool(self._forgotten) or any(peer.is_guessed for peer in self.peers.values())
 
     def has_ended_on(self, engine: int) -> bool:
         """Return whether every worker of one engine has come and ended."""
@@ -240,6 +243,7 @@ class Sender:
         for other, peer in list(self.peers.items()):
             if peer.is_guessed and peer.place == place:
                 self._forget(other)
+        self._forgotten.discard(place)
         session = Session(Role.SENDER)
         session.receive(hello)
         taken = [peer for peer in self.peers.values() if peer.place == place]
@@ -271,10 +275,14 @@ class Sender:
             raise RemoteProtocolError(f"{peer} answered another offer; push again")
         guess.check(peer, hello, self._opened)
         peer.hello, peer.is_guessed = hello, False
+        if self.phase is Phase.ABORTING:
+            # It was given up, and has come after all: it says what it holds.
+            peer.is_lost = False
+            self._abort_all(str(self.error))
 
     def _forget(self, key: bytes) -> None:
         """Wait for the hello of a worker that was guessed, and has left or come anew."""
-        del self.peers[key]
+        self._forgotten.add(self.peers.pop(key).place)
         self._stream, self._is_hurried = None, False
         if self.phase is not Phase.ABORTING:
             self._enter(Phase.GREETING)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,6 +143,39 @@ def test_what_was_sent_for_a_call_that_failed_is_never_loaded() -> None:
         assert {name: bytes_of(one) for name, one in found.items()} == {
             name: bytes_of(one) for name, one in tensors_of(4).items()
         }
+    engine.close()
+
+
+class TornEngine(ThreadEngine):
+    """Its worker took what had been sent, over a connection that its trainer saw end."""
+
+    sync: WeightSync | None = None
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        if self.sync is None:
+            return super().update(request)
+        self.workers[0].memory.hang_up()
+        listener = self.sync._listener
+        deadline_s = time.monotonic() + 30
+        while listener is not None and listener.peers() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        lost = {"code": "peer_lost", "message": "the trainer is gone", "details": {"pid": None}}
+        return UpdateAnswer(results=[{"ok": False, "state": "torn", "rank": 0, "error": lost}])
+
+
+def test_a_worker_that_is_torn_over_a_connection_that_ended_is_not_called_unchanged() -> None:
+    engine = TornEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        engine.sync = sync
+
+        with pytest.raises(BucketSyncError) as caught:
+            sync.push(tensors_of(2), version=2)
+
+        assert caught.value.engine_state is EngineState.UNKNOWN
+        engine.sync = None
+        sync.push(tensors_of(3), version=3)
+        assert engine.finished == ["1", "3"]
     engine.close()
 
 
