@@ -393,4 +393,5 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.adapter,
         opened.is_atomic,
         opened.verify,
+        opened.num_workers,
     )

@@ -380,6 +380,7 @@ class Sender:
                 is_traced=self.update.is_traced,
                 is_atomic=self.update.is_atomic,
                 verify=self.update.verify,
+                num_workers=self.num_workers,
             )
             self._opened = opened
             self._send(key, opened)

@@ -291,6 +291,7 @@ def test_an_offer_names_what_comes_and_the_memory_it_comes_through() -> None:
     assert opened.handles == trainer.slots.handles
     assert opened.regions == trainer.slots.regions
     assert (opened.manifest, opened.num_metas, opened.is_declared) == (manifest.digest, 3, True)
+    assert opened.num_workers == 2
     assert metas == Metas(metas=manifest.metas)
     # The other holds the manifest already.
     assert trainer.said[key_of(1)] == [msgspec.structs.replace(opened, num_metas=0)]
