@@ -22,8 +22,9 @@ from .errors import (
     from_wire,
     utf8,
 )
+from .handles import MAX_TEXT_CHARS
 from .identity import HOST
-from .layout import TensorMeta
+from .layout import Manifest, TensorMeta
 from .messages import (
     MAX_METAS,
     PROTOCOL_VERSION,
@@ -52,9 +53,6 @@ from .update import Phase, Update
 from .versions import check_newer
 
 Outgoing = tuple[bytes, Command]
-
-# What an ``Open`` has room for.
-_MAX_REASON_CHARS = 65_000
 
 logger = logging.getLogger(__name__)
 
@@ -347,10 +345,7 @@ class Sender:
         hellos = self._hellos()
         if not self.update.is_dry_run:
             self.route.prepare(hellos, source=self.source)
-        manifest = declared or self.slots.last_manifest
-        if declared is None and manifest is not None:
-            known = all(manifest.digest in hello.manifests for hello in hellos)
-            manifest = manifest if known else None
+        manifest = declared or self._last_manifest(hellos)
         self.packing = Packing(
             self.source,
             manifest=manifest,
@@ -367,7 +362,7 @@ class Sender:
                 version=self.update.version,
                 kind=self.update.kind,
                 transport=self.route.choice.kind,
-                transport_reason=self.route.choice.reason[:_MAX_REASON_CHARS],
+                transport_reason=self.route.choice.reason[:MAX_TEXT_CHARS],
                 handles=() if self.update.is_dry_run else self.slots.handles,
                 regions=() if self.update.is_dry_run else self.slots.regions,
                 layout=self.slots.layout,
@@ -393,6 +388,16 @@ class Sender:
             self._start_streaming()
         else:
             self._enter(Phase.OPENING)
+
+    def _last_manifest(self, hellos: Sequence[Hello]) -> Manifest | None:
+        """Return what the last stream was, if it is worth taking for what this one will be."""
+        last = self.slots.last_manifest
+        if last is None:
+            return None
+        if self._opened is not None:
+            # A worker that came anew is told what the others were promised.
+            return last if self._opened.manifest is not None else None
+        return last if all(last.digest in hello.manifests for hello in hellos) else None
 
     def _decide(self) -> None:
         """Go on, or fall back, once every worker has answered the offer."""
@@ -463,4 +468,4 @@ class Sender:
                 # Whoever has not come is not waited for; it will find nobody.
                 peer.is_lost = True
             elif not peer.has_ended and not is_bound:
-                self._send(key, Abort(reason=reason[:65_000]))
+                self._send(key, Abort(reason=reason[:MAX_TEXT_CHARS]))

@@ -26,6 +26,7 @@ from vllm_bucketsync.messages import (
     Fallback,
     Finish,
     Hello,
+    Open,
     Prepared,
     Ready,
     Reply,
@@ -157,6 +158,29 @@ def test_a_stream_is_not_begun_before_its_worker_is_ready() -> None:
     sender.receive(key_of(0), word(warm))
     said = run(sender, Ready(), Ack(seq=0), Ack(seq=1), Ack(seq=2))
     assert kinds(said) == ["Batch", "Batch", "Batch", "Finish"]
+    warm.slots.release()
+
+
+def test_a_worker_of_a_stream_that_came_anew_is_told_what_the_others_were_promised() -> None:
+    warm = Warm(num_workers=2, is_stream=True)
+    sender = warm.sender()
+    exhaust(sender)
+    sender.receive(key_of(0), word(warm, 0))
+    sender.receive(key_of(0), Ready())
+
+    sender.lose(key_of(1), PeerLostError("gone", pid=1))
+    sender.receive(b"anew", hello(rank=1, instance_id="another process"))
+
+    offers = sender.advance()
+    assert [(key, type(one).__name__) for key, one in offers] == [
+        (key_of(0), "Open"),
+        (b"anew", "Open"),
+        (b"anew", "Metas"),
+    ]
+    assert [one.manifest for _, one in offers if isinstance(one, Open)] == [MANIFEST.digest] * 2
+    said = run(sender, Ready(), Ack(seq=0), Ack(seq=1), Ack(seq=2))
+    assert kinds(said)[-2:] == ["Finish", "Finish"]
+    assert sender.error is None
     warm.slots.release()
 
 

@@ -26,7 +26,7 @@ from vllm_bucketsync.errors import (
     TransportError,
     UnsupportedError,
 )
-from vllm_bucketsync.handles import Handle, InprocHandle
+from vllm_bucketsync.handles import MAX_TEXT_CHARS, Handle, InprocHandle
 from vllm_bucketsync.layout import Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     MAX_METAS,
@@ -690,7 +690,7 @@ def test_the_reason_of_an_abort_can_always_be_sent(text: str) -> None:
 
     abort = trainer.said[key_of(0)][-1]
     assert isinstance(abort, Abort)
-    assert 0 < len(abort.reason) <= 65_536
+    assert 0 < len(abort.reason) <= MAX_TEXT_CHARS
     assert msgspec.msgpack.encode(abort)
 
 
