@@ -207,7 +207,7 @@ class CorruptionError(TransportError, OSError):
 
 
 class StagingError(BucketSyncError, RuntimeError):
-    """A worker has no room to stage an atomic update; nothing was sent.
+    """A worker has no room to stage an atomic update; nothing was written.
 
     Attributes:
         needed_bytes: What this worker's part of the update takes.

@@ -70,8 +70,7 @@ def check(peer: Peer, said: Hello, opened: Open) -> None:
     needed = {handle.id for handle in opened.handles} & set(guess.regions)
     if not is_same or not needed <= set(said.regions):
         raise RemoteProtocolError(
-            f"{peer} is not as its last update left it, though its connection stands; "
-            f"nothing was written; push again"
+            f"{peer} is not as its last update left it, though its connection stands; push again"
         )
 
 

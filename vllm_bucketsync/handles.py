@@ -8,10 +8,11 @@ import msgspec
 
 MAX_REGIONS = 65_536
 MAX_SHORT_CHARS = 256
+MAX_TEXT_CHARS = 65_536
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_SHORT_CHARS)]
-Text = Annotated[str, msgspec.Meta(max_length=65_536)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 CudaBytes = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 

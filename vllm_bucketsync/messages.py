@@ -152,6 +152,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
         is_traced: The report is to say when each thing happened.
         is_atomic: Nothing of the model may change before the commit.
         verify: What is checked; with ``digest`` every batch carries digests.
+        num_workers: How many take part on this host, in all engines together.
     """
 
     update_id: ShortText
@@ -171,6 +172,7 @@ class Open(Command, frozen=True, kw_only=True, tag="open"):
     is_traced: bool = False
     is_atomic: bool = False
     verify: Verify = Verify.NONE
+    num_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_TENSORS)] = 1
 
 
 class Metas(Command, frozen=True, kw_only=True, tag="metas"):

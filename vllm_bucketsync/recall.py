@@ -110,8 +110,14 @@ class Recall:
         return known
 
     def are_unchanged(self, tensors: Sequence[object], *, first: int) -> bool:
-        """Whether tensors that are sent, from the ``first`` on, are as they were found."""
-        return not self.is_sharded and self._glances.are(tensors, first=first)
+        """Whether tensors that are sent, from the ``first`` on, are as they were found.
+
+        Where they are not, ``seen`` is another from then on.
+        """
+        is_same = not self.is_sharded and self._glances.are(tensors, first=first)
+        if not is_same:
+            self._glances = _Glances()
+        return is_same
 
     def _look(self, tensors: Sequence[object]) -> None:
         """Take note of how tensors that were examined look."""

@@ -25,6 +25,7 @@ from .errors import (
     UnsupportedError,
     to_wire,
 )
+from .handles import MAX_TEXT_CHARS
 from .layout import Manifest, TensorMeta
 from .messages import (
     MAX_METAS,
@@ -157,7 +158,7 @@ class Receiver:
             error = self._placed(error)
         state = self._abort()
         code, message, details = to_wire(error)
-        reply = Error(code=code, message=message[:65_000], details=details, state=state)
+        reply = Error(code=code, message=message[:MAX_TEXT_CHARS], details=details, state=state)
         if not self.session.has_ended:
             self.session.send(reply)
             self.error = reply
@@ -262,7 +263,7 @@ class Receiver:
                     self._memory.regions[handle.id] = region
         except (TransportError, UnsupportedError) as error:
             logger.warning("transport %s does not work here: %s", opened.transport, error)
-            return [Fallback(transport=opened.transport, reason=str(error))]
+            return [Fallback(transport=opened.transport, reason=str(error)[:MAX_TEXT_CHARS])]
         self._manifest = self._named_manifest(opened)
         self._arrivals = Arrivals(self._manifest, layout=opened.layout, placed=opened.placed)
         self._kept = self._memory.buckets_of(opened)
@@ -345,7 +346,7 @@ class Receiver:
             cloned_bytes=report.cloned_bytes,
             # What the message has room for; the worker's log has it all.
             skipped=report.skipped[:MAX_METAS],
-            notes=report.notes[:MAX_NOTES],
+            notes=tuple(note[:MAX_TEXT_CHARS] for note in report.notes[:MAX_NOTES]),
             left_as_is=report.left_as_is,
             stages_ms=self._timeline.stages_ms(),
             spans=(*self._timeline.stages, *report.spans) if opened.is_traced else (),
@@ -393,4 +394,5 @@ def _promise(opened: Open) -> tuple[object, ...]:
         opened.adapter,
         opened.is_atomic,
         opened.verify,
+        opened.num_workers,
     )

@@ -89,9 +89,10 @@ class Route:
         """Leave tensors where they lie, if that was chosen; return what slots have to carry."""
         declared, ready = source.declared, source.ready
         if self.choice.is_zero_copy and declared is not None and ready is not None:
-            needed_bytes = self.slots.place(
-                declared, ready(0, len(declared)), seen=source.seen, hellos=hellos
-            )
+            tensors = ready(0, len(declared))
+            # Not before: a tensor may have been replaced since the source was opened.
+            seen = None if source.seen is None else source.seen()
+            needed_bytes = self.slots.place(declared, tensors, seen=seen, hellos=hellos)
             if needed_bytes is not None:
                 return needed_bytes
             # Of this source; the next one may be another.

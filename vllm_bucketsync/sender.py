@@ -22,6 +22,7 @@ from .errors import (
     from_wire,
     utf8,
 )
+from .handles import MAX_TEXT_CHARS
 from .identity import HOST
 from .layout import Manifest, TensorMeta
 from .messages import (
@@ -52,9 +53,6 @@ from .update import Phase, Update
 from .versions import check_newer
 
 Outgoing = tuple[bytes, Command]
-
-# What an ``Open`` has room for.
-_MAX_REASON_CHARS = 65_000
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +87,8 @@ class Sender:
     timeline: Timeline = field(default_factory=Timeline)
     is_unsure: bool = False
     _is_hurried: bool = False
+    # Places of workers that were sent something, have left, and have not come again.
+    _forgotten: set[tuple[int, int, int]] = field(default_factory=set)
     _opened: Open | None = None
     _manifest: str = ""
     _outbox: list[Outgoing] = field(default_factory=list)
@@ -118,9 +118,10 @@ class Sender:
     @property
     def engine_state(self) -> EngineState:
         """What the engines as a whole hold, as far as the workers said."""
-        if self.is_unsure:
-            return EngineState.UNKNOWN
-        return held_by(peer for peer in self.peers.values() if not peer.is_guessed)
+        state = held_by(peer for peer in self.peers.values() if not peer.is_guessed)
+        # Whatever the others hold mends no torn one.
+        is_unsure = self.is_unsure and state is not EngineState.TORN
+        return EngineState.UNKNOWN if is_unsure else state
 
     def kept(self) -> guess.Known:
         """Return what each worker will say in the next update; nothing if one has left."""
@@ -128,8 +129,8 @@ class Sender:
 
     @property
     def has_silent_guess(self) -> bool:
-        """Whether something was sent to a worker that has not said hello."""
-        return any(peer.is_guessed for peer in self.peers.values())
+        """Whether something was sent to a worker that has not said hello, nor come anew."""
+        return bool(self._forgotten) or any(peer.is_guessed for peer in self.peers.values())
 
     def has_ended_on(self, engine: int) -> bool:
         """Return whether every worker of one engine has come and ended."""
@@ -240,6 +241,7 @@ class Sender:
         for other, peer in list(self.peers.items()):
             if peer.is_guessed and peer.place == place:
                 self._forget(other)
+        self._forgotten.discard(place)
         session = Session(Role.SENDER)
         session.receive(hello)
         taken = [peer for peer in self.peers.values() if peer.place == place]
@@ -271,10 +273,14 @@ class Sender:
             raise RemoteProtocolError(f"{peer} answered another offer; push again")
         guess.check(peer, hello, self._opened)
         peer.hello, peer.is_guessed = hello, False
+        if self.phase is Phase.ABORTING:
+            # It was given up, and has come after all: it says what it holds.
+            peer.is_lost = False
+            self._abort_all(str(self.error))
 
     def _forget(self, key: bytes) -> None:
         """Wait for the hello of a worker that was guessed, and has left or come anew."""
-        del self.peers[key]
+        self._forgotten.add(self.peers.pop(key).place)
         self._stream, self._is_hurried = None, False
         if self.phase is not Phase.ABORTING:
             self._enter(Phase.GREETING)
@@ -333,25 +339,13 @@ class Sender:
             held = [peer.holds(self.update.adapter) for peer in self._peers_of(engine)]
             check_newer(self.update.version, held)
 
-    def _manifest_to_name(self, hellos: Sequence[Hello]) -> Manifest | None:
-        """Return what the source was declared as, or what the last stream was if all know it.
-
-        Whatever was offered first stays: workers that heard it were promised it.
-        """
-        declared, last = self.source.declared, self.slots.last_manifest
-        if declared is not None or last is None:
-            return declared
-        if self._opened is not None:
-            return None if self._opened.manifest is None else last
-        return last if all(last.digest in hello.manifests for hello in hellos) else None
-
     def _offer(self) -> None:
         """Offer the first of the transports that are left."""
         declared = self.source.declared
         hellos = self._hellos()
         if not self.update.is_dry_run:
             self.route.prepare(hellos, source=self.source)
-        manifest = self._manifest_to_name(hellos)
+        manifest = declared or self._last_manifest(hellos)
         self.packing = Packing(
             self.source,
             manifest=manifest,
@@ -368,7 +362,7 @@ class Sender:
                 version=self.update.version,
                 kind=self.update.kind,
                 transport=self.route.choice.kind,
-                transport_reason=self.route.choice.reason[:_MAX_REASON_CHARS],
+                transport_reason=self.route.choice.reason[:MAX_TEXT_CHARS],
                 handles=() if self.update.is_dry_run else self.slots.handles,
                 regions=() if self.update.is_dry_run else self.slots.regions,
                 layout=self.slots.layout,
@@ -381,6 +375,7 @@ class Sender:
                 is_traced=self.update.is_traced,
                 is_atomic=self.update.is_atomic,
                 verify=self.update.verify,
+                num_workers=self.num_workers,
             )
             self._opened = opened
             self._send(key, opened)
@@ -393,6 +388,16 @@ class Sender:
             self._start_streaming()
         else:
             self._enter(Phase.OPENING)
+
+    def _last_manifest(self, hellos: Sequence[Hello]) -> Manifest | None:
+        """Return what the last stream was, if it is worth taking for what this one will be."""
+        last = self.slots.last_manifest
+        if last is None:
+            return None
+        if self._opened is not None:
+            # A worker that came anew is told what the others were promised.
+            return last if self._opened.manifest is not None else None
+        return last if all(last.digest in hello.manifests for hello in hellos) else None
 
     def _decide(self) -> None:
         """Go on, or fall back, once every worker has answered the offer."""
@@ -463,4 +468,4 @@ class Sender:
                 # Whoever has not come is not waited for; it will find nobody.
                 peer.is_lost = True
             elif not peer.has_ended and not is_bound:
-                self._send(key, Abort(reason=reason[:65_000]))
+                self._send(key, Abort(reason=reason[:MAX_TEXT_CHARS]))

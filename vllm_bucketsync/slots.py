@@ -98,7 +98,7 @@ class Slots:
         Args:
             manifest: What they are.
             tensors: All of them.
-            seen: See ``Source.seen``.
+            seen: What ``Source.seen`` returns.
             hellos: The workers, each with the regions that it holds open.
 
         Returns:

@@ -53,8 +53,8 @@ class Source:
             shape that its meta says; it may be the trainer's own tensor, so it is
             only to be read, and let go of before the next one is asked for.
         devices: Where they are; empty for a stream, whose tensors nobody has seen yet.
-        seen: The same object again where all tensors are, and look, as last time; ``None``
-            where that is not known.
+        seen: Returns the same object again where all tensors are, and look, as last time; to
+            be asked after ``ready`` was. ``None`` where that is not known.
         ready: Returns the tensors from one number to another, checked, where they all
             exist at once and are plain; instead of ``tensors``. ``None`` elsewhere.
     """
@@ -63,7 +63,7 @@ class Source:
     tensors: Iterator[tuple[TensorMeta, torch.Tensor]]
     devices: frozenset[torch.device] = frozenset()
     ready: Callable[[int, int], list[torch.Tensor]] | None = None
-    seen: object | None = None
+    seen: Callable[[], object] | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -287,7 +287,7 @@ def _declare(
     source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=recall.devices)
     if recall.is_sharded:
         return source
-    return replace(source, ready=ready, seen=recall.seen)
+    return replace(source, ready=ready, seen=lambda: recall.seen)
 
 
 def _checked_source(

@@ -60,20 +60,17 @@ class _Place:
     num_bytes: int
 
 
-def staged_if_asked(
-    sink: Stageable, opened: Open, *, device: torch.device, num_sharers: int
-) -> Sink:
+def staged_if_asked(sink: Stageable, opened: Open, *, device: torch.device) -> Sink:
     """Wrap a sink where the offer asks for an atomic update.
 
     Args:
         sink: Where the weights go in the end.
         opened: The offer.
         device: The worker's device.
-        num_sharers: Workers that stage in this host's memory at the same time.
     """
     if not opened.is_atomic:
         return sink
-    return StagedSink(sink, device=device, num_sharers=num_sharers, verify=opened.verify)
+    return StagedSink(sink, device=device, num_sharers=opened.num_workers, verify=opened.verify)
 
 
 class StagedSink:

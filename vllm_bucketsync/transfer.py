@@ -228,8 +228,7 @@ class _Run:
 
     def cut_off(self) -> None:
         """Let no worker that comes late take up what was sent before it said hello."""
-        while (event := self._listener.receive(0.0)) is not None:
-            self._take(event)
+        self._take_what_came()
         if not self._sender.has_silent_guess:
             return
         self._listener.close(linger_s=0.0)
@@ -248,6 +247,12 @@ class _Run:
             event = self._listener.receive(WATCH_S)
             if event is not None:
                 self._take(event)
+        # A worker says what it holds before its call returns.
+        self._take_what_came()
+
+    def _take_what_came(self) -> None:
+        while (event := self._listener.receive(0.0)) is not None:
+            self._take(event)
 
     def _send(self) -> bool:
         outgoing = self._sender.advance()

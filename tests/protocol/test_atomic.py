@@ -63,7 +63,7 @@ def work(pipe: Connection, rank: int) -> None:
 
     def make_sink(opened: Open) -> Sink:
         inner = LiveSink(model, on_call=strike)
-        return staged_if_asked(inner, opened, device=torch.device("cpu"), num_sharers=NUM_WORKERS)
+        return staged_if_asked(inner, opened, device=torch.device("cpu"))
 
     worker = serve.Worker(make_sink=make_sink, rank=rank, world_size=NUM_WORKERS)
     while True:

@@ -23,6 +23,7 @@ from vllm_bucketsync.errors import (
     TransportError,
     UnsupportedError,
 )
+from vllm_bucketsync.handles import MAX_TEXT_CHARS
 from vllm_bucketsync.messages import Hello
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.transport import registry
@@ -296,7 +297,7 @@ def test_a_reason_that_is_longer_than_a_message_is_cut_and_the_update_goes_on(
     assert len(report.transport_reason) > 100_000
     for one in said:
         assert report.transport_reason.startswith(one["transport_reason"])
-        assert len(one["transport_reason"]) == 65_000
+        assert len(one["transport_reason"]) == MAX_TEXT_CHARS
     assert_arrived(engine)
 
 

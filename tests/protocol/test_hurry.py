@@ -150,6 +150,39 @@ def test_what_was_sent_for_a_call_that_failed_is_never_loaded() -> None:
     engine.close()
 
 
+class TornEngine(ThreadEngine):
+    """Its worker took what had been sent, over a connection that its trainer saw end."""
+
+    sync: WeightSync | None = None
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        if self.sync is None:
+            return super().update(request)
+        self.workers[0].memory.hang_up()
+        listener = self.sync._listener
+        deadline_s = time.monotonic() + 30
+        while listener is not None and listener.peers() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        lost = {"code": "peer_lost", "message": "the trainer is gone", "details": {"pid": None}}
+        return UpdateAnswer(results=[{"ok": False, "state": "torn", "rank": 0, "error": lost}])
+
+
+def test_a_worker_that_is_torn_over_a_connection_that_ended_is_not_called_unchanged() -> None:
+    engine = TornEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        engine.sync = sync
+
+        with pytest.raises(BucketSyncError) as caught:
+            sync.push(tensors_of(2), version=2)
+
+        assert caught.value.engine_state is EngineState.UNKNOWN
+        engine.sync = None
+        sync.push(tensors_of(3), version=3)
+        assert engine.finished == ["1", "3"]
+    engine.close()
+
+
 def test_an_update_that_came_for_another_call_is_refused() -> None:
     engine = ThreadEngine()
     with WeightSync(engine, slot_size=2048) as sync:

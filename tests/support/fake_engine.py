@@ -165,7 +165,7 @@ def _work(pipe: Connection, rank: int, world_size: int, sink: str, device: str) 
     torch.set_num_threads(1)
 
     def make_sink(opened: Open) -> Sink:
-        return staged_if_asked(make(), opened, device=torch.device(device), num_sharers=world_size)
+        return staged_if_asked(make(), opened, device=torch.device(device))
 
     worker = serve.Worker(
         make_sink=make_sink,

@@ -17,6 +17,7 @@ from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import EngineState, PeerLostError, RemoteProtocolError
 from vllm_bucketsync.messages import (
     Abort,
+    Aborted,
     Ack,
     Command,
     Conclude,
@@ -25,6 +26,7 @@ from vllm_bucketsync.messages import (
     Fallback,
     Finish,
     Hello,
+    Open,
     Prepared,
     Ready,
     Reply,
@@ -159,6 +161,29 @@ def test_a_stream_is_not_begun_before_its_worker_is_ready() -> None:
     warm.slots.release()
 
 
+def test_a_worker_of_a_stream_that_came_anew_is_told_what_the_others_were_promised() -> None:
+    warm = Warm(num_workers=2, is_stream=True)
+    sender = warm.sender()
+    exhaust(sender)
+    sender.receive(key_of(0), word(warm, 0))
+    sender.receive(key_of(0), Ready())
+
+    sender.lose(key_of(1), PeerLostError("gone", pid=1))
+    sender.receive(b"anew", hello(rank=1, instance_id="another process"))
+
+    offers = sender.advance()
+    assert [(key, type(one).__name__) for key, one in offers] == [
+        (key_of(0), "Open"),
+        (b"anew", "Open"),
+        (b"anew", "Metas"),
+    ]
+    assert [one.manifest for _, one in offers if isinstance(one, Open)] == [MANIFEST.digest] * 2
+    said = run(sender, Ready(), Ack(seq=0), Ack(seq=1), Ack(seq=2))
+    assert kinds(said)[-2:] == ["Finish", "Finish"]
+    assert sender.error is None
+    warm.slots.release()
+
+
 def test_a_worker_that_left_and_came_anew_is_offered_all_of_it_again(warm: Warm) -> None:
     sender = warm.sender()
     exhaust(sender)
@@ -234,6 +259,47 @@ def test_a_failure_before_a_word_tells_nobody_and_waits_for_nobody(warm: Warm) -
     sender.is_unsure = True
     states.append(sender.engine_state)
     assert states == [EngineState.UNCHANGED, EngineState.UNKNOWN]
+
+
+def test_a_worker_that_was_given_up_and_comes_after_all_says_what_it_holds(warm: Warm) -> None:
+    sender = warm.sender()
+    exhaust(sender)
+    sender.fail(ValueError("the trainer's"))
+
+    sender.receive(key_of(0), word(warm))
+
+    (abort,) = exhaust(sender)
+    assert isinstance(abort, Abort)
+    assert (sender.has_ended, sender.has_silent_guess) == (False, False)
+    for reply in (Ready(), Ack(seq=0), Aborted(state=EngineState.TORN)):
+        sender.receive(key_of(0), reply)
+    assert (sender.has_ended, sender.engine_state) == (True, EngineState.TORN)
+    assert "the trainer's" in str(sender.error)
+
+
+def test_what_was_sent_to_a_worker_that_left_may_be_in_its_model_until_it_comes_anew(
+    warm: Warm,
+) -> None:
+    sender = warm.sender()
+    exhaust(sender)
+
+    sender.lose(key_of(0), PeerLostError("gone", pid=1))
+
+    assert (sender.peers, sender.has_silent_guess) == ({}, True)
+    sender.receive(b"anew", hello(rank=0))
+    assert not sender.has_silent_guess
+
+
+def test_what_one_worker_does_not_say_mends_no_other_that_is_torn(warm: Warm) -> None:
+    sender = warm.sender()
+    exhaust(sender)
+    sender.receive(key_of(0), word(warm))
+    torn = Error(code="load", message="broken", details={}, state=EngineState.TORN)
+    sender.receive(key_of(0), torn)
+
+    sender.is_unsure = True
+
+    assert sender.engine_state is EngineState.TORN
 
 
 def test_a_failure_after_its_word_aborts_as_ever(warm: Warm) -> None:

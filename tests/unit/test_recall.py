@@ -160,6 +160,22 @@ def test_ready_tensors_are_looked_up_when_they_are_asked_for() -> None:
     assert found["first.bias"].tolist() == [7, 7, 7]
 
 
+def test_tensors_count_as_seen_until_one_is_replaced_under_the_push() -> None:
+    recall, tensors = Recall(), SOURCES["dict"]()
+    open_source(tensors, recall=recall)
+    source = open_source(tensors, recall=recall)
+    assert source.ready is not None
+    assert source.seen is not None
+    before = source.seen()
+    source.ready(0, 2)
+    assert source.seen() is before
+
+    tensors["b"] = tensors["b"].clone()
+    source.ready(0, 2)
+
+    assert source.seen() is not before
+
+
 def test_only_sources_whose_tensors_exist_at_once_are_ready() -> None:
     pairs = SOURCES["list"]()
 

@@ -33,9 +33,10 @@ from support.thread_engine import KeepingSink
 
 from vllm_bucketsync.config import Verify
 from vllm_bucketsync.errors import EngineState, LoadError, RegionError, RemoteProtocolError
-from vllm_bucketsync.handles import InprocHandle, ShmHandle
+from vllm_bucketsync.handles import MAX_TEXT_CHARS, InprocHandle, ShmHandle
 from vllm_bucketsync.layout import BucketLayout, Entry, Manifest, TensorMeta
 from vllm_bucketsync.messages import (
+    MAX_NOTES,
     Abort,
     Aborted,
     Ack,
@@ -54,6 +55,7 @@ from vllm_bucketsync.messages import (
     Region,
     Reply,
     decode_command,
+    decode_reply,
     encode,
 )
 from vllm_bucketsync.receiver import Receiver
@@ -843,7 +845,7 @@ def test_an_error_text_without_end_is_cut_to_what_a_message_may_hold(world: Worl
     replies = feed(world.receiver, [opening(world.slots)])
 
     assert isinstance(replies[0], Error)
-    assert len(replies[0].message) < 65_536
+    assert len(replies[0].message) <= MAX_TEXT_CHARS
 
 
 class LeavingSink(KeepingSink):
@@ -916,6 +918,19 @@ def test_a_committed_update_keeps_its_outcome_whatever_comes_after(world: World)
     assert world.receiver.state is EngineState.COMMITTED
     assert world.receiver.error is None
     assert "abort" not in world.sink.calls
+
+
+def test_what_a_sink_notes_can_always_be_said_after_the_commit(world: World) -> None:
+    class Talkative(DiscardSink):
+        def commit(self) -> SinkReport:
+            return SinkReport(notes=("é" * 100_000, *["note"] * MAX_NOTES))
+
+    receiver = greeted(world.memory, Talkative())
+    done = feed(receiver, commands_of(world.slots, byte_pairs(300, 700)))[-1]
+
+    said = decode_reply(encode(done))
+    assert isinstance(said, Done)
+    assert [len(note) for note in said.notes] == [MAX_TEXT_CHARS] + [4] * (MAX_NOTES - 1)
 
 
 def test_a_report_of_the_sink_is_what_the_worker_says_at_the_end(world: World) -> None:

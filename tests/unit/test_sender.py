@@ -26,7 +26,7 @@ from vllm_bucketsync.errors import (
     TransportError,
     UnsupportedError,
 )
-from vllm_bucketsync.handles import Handle, InprocHandle
+from vllm_bucketsync.handles import MAX_TEXT_CHARS, Handle, InprocHandle
 from vllm_bucketsync.layout import Manifest, TensorMeta
 from vllm_bucketsync.messages import (
     MAX_METAS,
@@ -291,6 +291,7 @@ def test_an_offer_names_what_comes_and_the_memory_it_comes_through() -> None:
     assert opened.handles == trainer.slots.handles
     assert opened.regions == trainer.slots.regions
     assert (opened.manifest, opened.num_metas, opened.is_declared) == (manifest.digest, 3, True)
+    assert opened.num_workers == 2
     assert metas == Metas(metas=manifest.metas)
     # The other holds the manifest already.
     assert trainer.said[key_of(1)] == [msgspec.structs.replace(opened, num_metas=0)]
@@ -689,7 +690,7 @@ def test_the_reason_of_an_abort_can_always_be_sent(text: str) -> None:
 
     abort = trainer.said[key_of(0)][-1]
     assert isinstance(abort, Abort)
-    assert 0 < len(abort.reason) <= 65_536
+    assert 0 < len(abort.reason) <= MAX_TEXT_CHARS
     assert msgspec.msgpack.encode(abort)
 
 

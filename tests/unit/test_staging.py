@@ -289,12 +289,27 @@ def test_only_an_offer_that_asks_for_it_is_staged(tmp_path: Any) -> None:
     inner = LiveSink(Model())
     wrap: Callable[..., Any] = staged_if_asked
 
-    plain = wrap(inner, opening(slots), device=CPU, num_sharers=1)
-    atomic = wrap(inner, opening(slots, is_atomic=True), device=CPU, num_sharers=1)
+    plain = wrap(inner, opening(slots), device=CPU)
+    atomic = wrap(inner, opening(slots, is_atomic=True), device=CPU)
     slots.release()
 
     assert plain is inner
     assert isinstance(atomic, StagedSink)
+
+
+def test_all_workers_of_all_engines_share_the_hosts_memory(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "available_bytes", lambda: arena.HOST_MARGIN_BYTES + 9000)
+    slots = shm_slots(tmp_path)
+    opened = opening(slots, is_atomic=True, num_workers=6)
+    slots.release()
+    sink = staged_if_asked(LiveSink(Model()), opened, device=CPU)
+
+    with pytest.raises(StagingError, match="6 workers") as caught:
+        sink.open(Manifest(metas_of({"a": torch.zeros(501, 4)})))
+
+    assert caught.value.host_bytes == 1500
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _no_room(
     return StagingError(
         f"an atomic update needs {num_bytes} bytes to stage this worker's part of the weights; "
         f"{of_device}{on_host} on the host ({HOST_MARGIN_BYTES} are left alone, the rest is for "
-        f"{num_sharers} workers); nothing was sent or written; make room (a smaller KV cache, "
+        f"{num_sharers} workers); nothing was written; make room (a smaller KV cache, "
         f"more host memory), or push without atomic=True",
         needed_bytes=num_bytes,
         device_bytes=on_device,

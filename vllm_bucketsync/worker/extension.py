@@ -73,9 +73,7 @@ class WorkerExtension:
                 mode=PlanMode.from_env(),
                 verify=opened.verify,
             )
-            # Every worker of the engine stages, and they may all be on this host.
-            num_sharers = worker.vllm_config.parallel_config.world_size
-            return staged_if_asked(sink, opened, device=worker.device, num_sharers=num_sharers)
+            return staged_if_asked(sink, opened, device=worker.device)
 
         def adapter_versions() -> dict[str, str]:
             shelf = find_shelf(worker)
