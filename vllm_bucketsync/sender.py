@@ -23,7 +23,7 @@ from .errors import (
     utf8,
 )
 from .identity import HOST
-from .layout import TensorMeta
+from .layout import Manifest, TensorMeta
 from .messages import (
     MAX_METAS,
     PROTOCOL_VERSION,
@@ -339,10 +339,7 @@ class Sender:
         hellos = self._hellos()
         if not self.update.is_dry_run:
             self.route.prepare(hellos, source=self.source)
-        manifest = declared or self.slots.last_manifest
-        if declared is None and manifest is not None:
-            known = all(manifest.digest in hello.manifests for hello in hellos)
-            manifest = manifest if known else None
+        manifest = declared or self._expected_of_stream(hellos)
         self.packing = Packing(
             self.source,
             manifest=manifest,
@@ -384,6 +381,16 @@ class Sender:
             self._start_streaming()
         else:
             self._enter(Phase.OPENING)
+
+    def _expected_of_stream(self, hellos: Sequence[Hello]) -> Manifest | None:
+        """Return what a stream will be, if it is as the last one and all workers know that."""
+        last = self.slots.last_manifest
+        if last is None:
+            return None
+        if self._opened is not None:
+            # An offer that is made again, to one that came anew as well, promises the same.
+            return last if self._opened.manifest == last.digest else None
+        return last if all(last.digest in hello.manifests for hello in hellos) else None
 
     def _decide(self) -> None:
         """Go on, or fall back, once every worker has answered the offer."""

@@ -28,12 +28,13 @@ from .clients.words import in_words_of
 from .config import Settings, Verify
 from .errors import (
     ConfigError,
+    EngineState,
     EngineUnreachableError,
     from_wire,
 )
 from .keeping import RETURN_TIMEOUT_S, Keeper
 from .merging import open_weights
-from .outcome import after_commit, check_calls, explained
+from .outcome import check_calls, explained, leaving
 from .peft_models import open_adapter
 from .recall import Recall
 from .report import AdapterReport, PushReport, adapter_report_of, report_of
@@ -506,18 +507,19 @@ class WeightSync(Keeper):
                 # taking what was sent before it said one.
                 self._stop_listening()
             if sender.error is None:
-                check_calls(self._engines, self._calls)
+                check_calls(self._engines, self._calls, sender)
             answers = [call.result for call in self._calls]
         if sender.error is not None:
             # The slots stay: the next push begins only when no worker can read them.
             raise explained(sender.error, sender)
         if not all(answer is not None and answer.drops_caches for answer in answers):
-            raise after_commit(
+            raise leaving(
+                EngineState.COMMITTED,
                 EngineUnreachableError(
                     "the prefix cache could not be reset; the new weights are committed, but "
                     "old cache entries may still be used; reset it again",
                     url=", ".join(engine.name for engine in self._engines),
-                )
+                ),
             )
 
     def _ask(self, method: str) -> list[dict[str, Any]]:

@@ -50,3 +50,27 @@ def test_a_source_that_changes_while_it_is_pushed_is_refused() -> None:
         sync.push(tensors, version="still")
     assert engine.finished == ["still"]
     engine.close()
+
+
+class One(torch.Tensor):
+    pass
+
+
+class Other(torch.Tensor):
+    pass
+
+
+def test_strided_tensors_of_two_subclasses_go_through_one_slot() -> None:
+    engine = ThreadEngine()
+    tensors = {
+        "one": torch.randn(30, 7).t().as_subclass(One),
+        "other": torch.randn(7, 5).t().as_subclass(Other),
+        "plain": torch.randn(4),
+    }
+    with WeightSync(engine, slot_size=4096) as sync:
+        sync.push(tensors, version=1)
+        sent = {name: tensor.as_subclass(torch.Tensor) for name, tensor in tensors.items()}
+        assert {n: bytes_of(t) for n, t in engine.sinks[-1].tensors.items()} == {
+            n: bytes_of(t) for n, t in sent.items()
+        }
+    engine.close()
