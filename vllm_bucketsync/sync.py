@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,7 +181,7 @@ class WeightSync(Keeper):
             BucketSyncError: Anything else; ``engine_state`` says what the engine holds.
         """
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             patterns, to = check_patterns(partial), check_trace(trace)
             how = check_verify(verify)
@@ -253,7 +254,7 @@ class WeightSync(Keeper):
             BucketSyncError: As ``push``.
         """
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             to = check_trace(trace)
             patterns = check_patterns(partial)
@@ -312,7 +313,7 @@ class WeightSync(Keeper):
         """
         called = check_name(name)
         timeout_s = self._settings.connect_timeout_s
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             self._check_ready()
             answers = ask_each(
                 self._engines,
@@ -371,7 +372,7 @@ class WeightSync(Keeper):
             EngineBusyError: The engine is at work and did not answer in time.
             BucketSyncError: A worker could not let go. Nothing was given back here.
         """
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             self._check_ready()
             answers = self._ask(RELEASE_METHOD)
             failed = next((one for one in answers if one.get("error")), None)
