@@ -60,15 +60,16 @@ class Other(torch.Tensor):
     pass
 
 
-def test_strided_tensors_of_two_subclasses_go_through_one_slot() -> None:
+@pytest.mark.parametrize("verify", ["none", "digest"])
+def test_strided_tensors_of_two_subclasses_go_through_one_slot(verify: str) -> None:
     engine = ThreadEngine()
     tensors = {
         "one": torch.randn(30, 7).t().as_subclass(One),
-        "other": torch.randn(7, 5).t().as_subclass(Other),
+        "other": torch.randn(70, 5).t().as_subclass(Other),
         "plain": torch.randn(4),
     }
     with WeightSync(engine, slot_size=4096) as sync:
-        sync.push(tensors, version=1)
+        sync.push(tensors, version=1, verify=verify)
         sent = {name: tensor.as_subclass(torch.Tensor) for name, tensor in tensors.items()}
         assert {n: bytes_of(t) for n, t in engine.sinks[-1].tensors.items()} == {
             n: bytes_of(t) for n, t in sent.items()

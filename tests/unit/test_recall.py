@@ -106,6 +106,18 @@ def test_a_tensor_that_is_tied_no_more_is_sent() -> None:
     assert len(manifest_of(module, recall)) == 4
 
 
+def test_a_tied_tensor_that_became_sparse_is_refused_by_name() -> None:
+    recall, module = Recall(), nn.Module()
+    module.register_buffer("one", torch.ones(2, 2))
+    module.register_buffer("other", module.one)
+    manifest_of(module, recall)
+
+    module.one = torch.ones(2, 2).to_sparse()
+
+    with pytest.raises(SourceError, match="'one' has the layout sparse_coo"):
+        manifest_of(module, recall)
+
+
 def test_a_parameter_that_became_a_buffer_is_described_anew() -> None:
     recall, module = Recall(), Tied()
     manifest_of(module, recall)
