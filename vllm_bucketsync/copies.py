@@ -243,8 +243,11 @@ class Places:
             rest = range(len(sources))
         views = self._typed()
         for index in rest:
-            source = sources[index]
-            views[index].copy_(source.detach(), non_blocking=not source.is_cpu)
+            source = sources[index].detach()
+            if source.is_neg():
+                # Torch's copy multiplies instead, which gives zeros another sign.
+                source = source.resolve_conj().resolve_neg()
+            views[index].copy_(source, non_blocking=not source.is_cpu)
 
     def _typed(self) -> list[torch.Tensor]:
         if self._views is None:

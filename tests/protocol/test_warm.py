@@ -75,3 +75,18 @@ def test_strided_tensors_of_two_subclasses_go_through_one_slot(verify: str) -> N
             n: bytes_of(t) for n, t in sent.items()
         }
     engine.close()
+
+
+def test_zeros_that_are_negated_keep_their_sign_on_every_way() -> None:
+    engine = ThreadEngine()
+    zeros = torch.complex(torch.tensor([1.0, 0.0, -0.0] * 4), torch.tensor([0.0, -0.0, 3.0] * 4))
+    turned = torch._neg_view(zeros.reshape(3, 4).t())
+    tensors = {"negated": turned, "both": torch._neg_view(turned.conj()), "plain": zeros}
+    with WeightSync(engine, slot_size=4096) as sync:
+        # Bytes of a digest are made in one way, and those of a slot in another.
+        for verify in ("none", "digest"):
+            sync.push(tensors, version=1, verify=verify)
+            found = {name: bytes_of(data) for name, data in engine.sinks[-1].tensors.items()}
+            resolved = {n: t.resolve_conj().resolve_neg() for n, t in tensors.items()}
+            assert found == {n: bytes_of(t) for n, t in resolved.items()}
+    engine.close()

@@ -109,7 +109,7 @@ def test_a_tensor_that_is_tied_no_more_is_sent() -> None:
 def test_a_tied_tensor_that_became_sparse_is_refused_by_name() -> None:
     recall, module = Recall(), nn.Module()
     module.register_buffer("one", torch.ones(2, 2))
-    module.register_buffer("other", module.one)
+    module.register_buffer("other", module.get_buffer("one"))
     manifest_of(module, recall)
 
     module.one = torch.ones(2, 2).to_sparse()
