@@ -106,6 +106,22 @@ def test_a_tensor_that_is_tied_no_more_is_sent() -> None:
     assert len(manifest_of(module, recall)) == 4
 
 
+@pytest.mark.parametrize("is_data", [False, True])
+def test_a_tensor_that_is_tied_again_is_sent_once(is_data: bool) -> None:
+    recall, module = Recall(), Tied()
+    module.second.weight = nn.Parameter(torch.zeros(3, 3))
+    assert len(manifest_of(module, recall)) == 4
+
+    if is_data:
+        module.second.weight.data = module.first.weight.data
+    else:
+        module.second.weight = module.first.weight
+
+    names = [meta.name for meta in manifest_of(module, recall).metas]
+    assert names == [meta.name for meta in manifest_of(module, Recall()).metas]
+    assert len(names) == 3
+
+
 def test_a_tied_tensor_that_became_sparse_is_refused_by_name() -> None:
     recall, module = Recall(), nn.Module()
     module.register_buffer("one", torch.ones(2, 2))
