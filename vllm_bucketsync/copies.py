@@ -228,20 +228,26 @@ class Places:
         ):
             _run_moves(self._addresses, [one.data_ptr() for one in sources], self._sizes)
             return
-        device = self._memory.device
-        with torch.no_grad():
-            # One call of C for each question and tensor: there may be thousands.
-            is_plain = not any(map(torch.Tensor.is_neg, sources))
-            if is_plain and set(map(_device_of, sources)) == {device}:
-                for kind, targets in self._fused().items():
-                    torch._foreach_copy_(targets, [sources[index] for index in self._indices[kind]])
-                rest: Sequence[int] = self._indices[None]
-            else:
-                rest = range(len(sources))
-            views = self._typed()
-            for index in rest:
-                source = sources[index]
-                views[index].copy_(source.detach(), non_blocking=not source.is_cpu)
+        # Tensors of two subclasses in one call would each leave it to the other.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._fill_by_torch(sources)
+
+    def _fill_by_torch(self, sources: Sequence[torch.Tensor]) -> None:
+        # One call of C for each question and tensor: there may be thousands.
+        is_plain = not any(map(torch.Tensor.is_neg, sources))
+        if is_plain and set(map(_device_of, sources)) == {self._memory.device}:
+            for kind, targets in self._fused().items():
+                torch._foreach_copy_(targets, [sources[index] for index in self._indices[kind]])
+            rest: Sequence[int] = self._indices[None]
+        else:
+            rest = range(len(sources))
+        views = self._typed()
+        for index in rest:
+            source = sources[index].detach()
+            if source.is_neg():
+                # Torch's copy multiplies instead, which gives zeros another sign.
+                source = source.resolve_conj().resolve_neg()
+            views[index].copy_(source, non_blocking=not source.is_cpu)
 
     def _typed(self) -> list[torch.Tensor]:
         if self._views is None:

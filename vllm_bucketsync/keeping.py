@@ -28,6 +28,7 @@ from .guess import Known
 from .rundir import remove_stale
 from .slots import Slots
 from .transport.registry import reclaim
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Keeper:
         # What the workers that are still connected to it will say.
         self._known: Known = {}
         self._calls: list[UpdateCall] = []
-        self._lock = threading.Lock()
+        self._turns = Turns()
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -90,11 +91,16 @@ class Keeper:
             # A forked child has copies: what they stand for is its parent's.
             return
         self._is_closed = True
-        if not self._lock.acquire(blocking=False):
-            return
+        with (turn := threading.Lock()):
+            if self._turns.take(turn):
+                try:
+                    self._give_back(may_ask=may_ask)
+                finally:
+                    self._turns.end(turn)
+
+    def _give_back(self, *, may_ask: bool) -> None:
         # Whatever one of them raises, the others are done.
         with contextlib.ExitStack() as stack:
-            stack.callback(self._lock.release)
             for engine in self._engines:
                 stack.callback(engine.close)
             stack.callback(self._stop_listening)
@@ -139,21 +145,30 @@ class Keeper:
             raise ConfigError("this WeightSync is closed; make a new one")
 
     @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
+    def _exclusively(self, turn: threading.Lock) -> Iterator[None]:
+        """Let nothing else of this object run meanwhile.
+
+        Args:
+            turn: A lock of the caller's own, held by its ``with``: see ``Turns``.
+
+        Raises:
+            ConfigError: It is closed, or another process's.
+            EngineBusyError: Another push runs, or an earlier one still occupies the engine.
+        """
         self._check_open()
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"this WeightSync belongs to process {self._pid}, from which this one was "
                 f"forked; push there, or make a new one here"
             )
-        if not self._lock.acquire(blocking=False):
+        if not self._turns.take(turn):
             raise EngineBusyError("another push of this WeightSync runs; wait for its end")
         try:
             with in_words_of(self._engines):
                 self._check_idle()
                 yield
         finally:
-            self._lock.release()
+            self._turns.end(turn)
             if self._is_closed:
                 self.close()
 

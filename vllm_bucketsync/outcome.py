@@ -16,24 +16,23 @@ from .errors import (
 from .sender import Sender
 
 
-def check_calls(engines: Sequence[Engine], calls: Sequence[UpdateCall]) -> None:
-    """Raise if an engine's own end of a committed update did not go well."""
+def check_calls(engines: Sequence[Engine], calls: Sequence[UpdateCall], sender: Sender) -> None:
+    """Raise if an engine's own end of an update that went well did not."""
+    if sender.update.is_dry_run:
+        left, what = sender.engine_state, "was only asked, and holds what it held"
+    else:
+        left, what = EngineState.COMMITTED, "has the new weights"
     for engine, call in zip(engines, calls, strict=True):
         if not call.is_done:
-            raise after_commit(
-                EngineBusyError(
-                    f"{engine.name} has the new weights, but has not returned from the call"
-                )
-            )
+            late = EngineBusyError(f"{engine.name} {what}, but has not returned from the call")
+            raise leaving(left, late)
         if isinstance(call.error, BucketSyncError):
-            raise after_commit(call.error)
+            raise leaving(left, call.error)
         if call.error is not None:
-            raise after_commit(
-                EngineUnreachableError(
-                    f"{engine.name} has the new weights, but the call failed: {call.error}",
-                    url=engine.name,
-                )
-            ) from call.error
+            failure = EngineUnreachableError(
+                f"{engine.name} {what}, but the call failed: {call.error}", url=engine.name
+            )
+            raise leaving(left, failure) from call.error
         # The workers that were counted have committed; one too many has not.
         failed = early_end(call.result, None) if has_failed(call.result) else None
         if failed is not None:
@@ -62,7 +61,7 @@ def explained(error: BaseException, sender: Sender) -> BaseException:
     return error
 
 
-def after_commit(error: BucketSyncError) -> BucketSyncError:
-    """Say in an error that the new weights are in use all the same."""
-    error.engine_state = EngineState.COMMITTED
+def leaving(state: EngineState, error: BucketSyncError) -> BucketSyncError:
+    """Say in an error what an update left that went well all the same."""
+    error.engine_state = state
     return error

@@ -29,6 +29,7 @@ class Described:
         manifest: What is sent.
         sent: Positions among ``keys`` of what is sent.
         twins: Positions of a tied tensor, and of the one that is sent for it.
+        is_each_once: Tied tensors are sent once; else each for every name that it has.
     """
 
     keys: Sequence[object]
@@ -36,6 +37,7 @@ class Described:
     manifest: Manifest
     sent: Sequence[int]
     twins: Sequence[tuple[int, int]] = ()
+    is_each_once: bool = False
 
 
 class Recall:
@@ -94,7 +96,12 @@ class Recall:
             and isinstance(other, torch.Tensor)
             and (
                 one is other
-                or (one.data_ptr() == other.data_ptr() != 0 and show_the_same(one, other))
+                or (
+                    # Of any other layout nobody can tell an address.
+                    one.layout is other.layout is torch.strided
+                    and one.data_ptr() == other.data_ptr() != 0
+                    and show_the_same(one, other)
+                )
             )
             for one, other in ((tensors[a], tensors[b]) for a, b in known.twins)
         )
@@ -105,6 +112,8 @@ class Recall:
                 is_as_described(tensors[position], dtype=dtype, shape=shape)
                 for position, (dtype, shape) in zip(known.sent, self._forms, strict=True)
             ):
+                return None
+            if known.is_each_once and self._may_be_tied([tensors[one] for one in known.sent]):
                 return None
             self._look(tensors)
         return known
@@ -119,6 +128,13 @@ class Recall:
             self._glances = _Glances()
         return is_same
 
+    def _may_be_tied(self, tensors: Sequence[Any]) -> bool:
+        """Whether two of these, all as described, may have become one since the last push."""
+        # An empty one has no address, nor has what is a part of something.
+        seen = map(id, tensors) if self.is_sharded else filter(None, map(_address_of, tensors))
+        found = list(seen)
+        return len(set(found)) < len(found)
+
     def _look(self, tensors: Sequence[object]) -> None:
         """Take note of how tensors that were examined look."""
         sent = () if self.described is None else self.described.sent
@@ -128,6 +144,9 @@ class Recall:
         # A part of a DTensor has no address that says anything: it is examined each time.
         known = [] if self.is_sharded else found
         self._glances = _Glances([one for one in known if isinstance(one, torch.Tensor)])
+
+
+_address_of = torch.Tensor.data_ptr
 
 
 class _Glances:

@@ -157,7 +157,9 @@ def _describe_module(
         else:
             twins.append((position, first_of[id(twin)]))
     manifest = Manifest(metas)
-    return Described(keys=keys, rename=rename, manifest=manifest, sent=sent, twins=twins)
+    return Described(
+        keys=keys, rename=rename, manifest=manifest, sent=sent, twins=twins, is_each_once=True
+    )
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, _Table, str, bool]]:

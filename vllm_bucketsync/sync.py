@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,12 +30,13 @@ from .clients.words import in_words_of
 from .config import Settings, Verify
 from .errors import (
     ConfigError,
+    EngineState,
     EngineUnreachableError,
     from_wire,
 )
 from .keeping import RETURN_TIMEOUT_S, Keeper
 from .merging import open_weights
-from .outcome import after_commit, check_calls, explained
+from .outcome import check_calls, explained, leaving
 from .peft_models import open_adapter
 from .recall import Recall
 from .report import AdapterReport, PushReport, adapter_report_of, report_of
@@ -180,7 +182,7 @@ class WeightSync(Keeper):
             BucketSyncError: Anything else; ``engine_state`` says what the engine holds.
         """
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             check_rename(rename)
             patterns, to = check_patterns(partial), check_trace(trace)
@@ -254,7 +256,7 @@ class WeightSync(Keeper):
             BucketSyncError: As ``push``.
         """
         begin_s, timeline = time.monotonic(), Timeline(EXAMINING)
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             asking = self._asking(check_pause(pause), dry_run, resume_torn, progress)
             check_rename(rename)
             to = check_trace(trace)
@@ -314,7 +316,7 @@ class WeightSync(Keeper):
         """
         called = check_name(name)
         timeout_s = self._settings.connect_timeout_s
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             self._check_ready()
             answers = ask_each(
                 self._engines,
@@ -374,7 +376,7 @@ class WeightSync(Keeper):
             EngineBusyError: The engine is at work and did not answer in time.
             BucketSyncError: A worker could not let go. Nothing was given back here.
         """
-        with self._exclusively():
+        with (turn := threading.Lock()), self._exclusively(turn):
             self._check_ready()
             answers = self._ask(RELEASE_METHOD)
             failed = next((one for one in answers if one.get("error")), None)
@@ -510,18 +512,19 @@ class WeightSync(Keeper):
                 # taking what was sent before it said one.
                 self._stop_listening()
             if sender.error is None:
-                check_calls(self._engines, self._calls)
+                check_calls(self._engines, self._calls, sender)
             answers = [call.result for call in self._calls]
         if sender.error is not None:
             # The slots stay: the next push begins only when no worker can read them.
             raise explained(sender.error, sender)
         if not all(answer is not None and answer.drops_caches for answer in answers):
-            raise after_commit(
+            raise leaving(
+                EngineState.COMMITTED,
                 EngineUnreachableError(
                     "the prefix cache could not be reset; the new weights are committed, but "
                     "old cache entries may still be used; reset it again",
                     url=", ".join(engine.name for engine in self._engines),
-                )
+                ),
             )
 
     def _ask(self, method: str) -> list[dict[str, Any]]:

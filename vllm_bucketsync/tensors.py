@@ -41,7 +41,12 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
         A view of the tensor's own memory where it is contiguous, else a copy. On a
         GPU the copy is enqueued on the current stream.
     """
-    data = tensor.detach()
+    # What a subclass would do to its views is nothing that belongs to its bytes.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _bytes_of(tensor.detach())
+
+
+def _bytes_of(data: torch.Tensor) -> torch.Tensor:
     if data.is_conj():
         data = data.resolve_conj()
     if data.is_neg():

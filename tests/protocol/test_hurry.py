@@ -74,6 +74,32 @@ def test_a_worker_that_was_replaced_in_between_is_greeted_anew(engine: FakeEngin
                 engine.respawn()
 
 
+def test_a_stream_reaches_a_worker_that_was_replaced_beside_one_that_was_not() -> None:
+    with FakeEngine(world_size=2) as engine, WeightSync(engine, slot_size=2048) as sync:
+        for step in range(4):
+            report = sync.push(iter(tensors_of(step).items()), version=step)
+            assert report.num_workers == 2
+            (old, new) = engine.call("loaded")
+            assert old == new
+            engine.kill(1)
+            engine.respawn(1)
+
+
+def test_a_dry_run_whose_call_fails_behind_it_says_that_nothing_changed() -> None:
+    engine = LateEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        engine.is_failing = True
+        with pytest.raises(EngineUnreachableError, match="holds what it held") as caught:
+            sync.push(tensors_of(2), version=2, dry_run=True)
+        assert caught.value.engine_state is EngineState.UNCHANGED
+        with pytest.raises(EngineUnreachableError, match="has the new weights") as caught:
+            sync.push(tensors_of(3), version=3)
+        assert caught.value.engine_state is EngineState.COMMITTED
+        assert engine.workers[0].version == "3"
+    engine.close()
+
+
 def test_a_worker_that_gave_everything_back_gets_it_again(engine: FakeEngine) -> None:
     with WeightSync(engine, slot_size=2048) as sync, WeightSync(engine) as stranger:
         for step in range(3):
@@ -116,6 +142,18 @@ def test_a_connection_is_kept_and_nothing_grows(engine: FakeEngine) -> None:
     (closed,) = engine.call("resources")
     assert closed["fds"] < kept["fds"]
     assert closed["mapped"] == 0
+
+
+class LateEngine(ThreadEngine):
+    """Fails once its workers are done, where it is told to."""
+
+    is_failing = False
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        answer = super().update(request)
+        if self.is_failing:
+            raise RuntimeError("the reply was lost")
+        return answer
 
 
 class RefusingEngine(ThreadEngine):

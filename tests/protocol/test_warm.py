@@ -50,3 +50,43 @@ def test_a_source_that_changes_while_it_is_pushed_is_refused() -> None:
         sync.push(tensors, version="still")
     assert engine.finished == ["still"]
     engine.close()
+
+
+class One(torch.Tensor):
+    pass
+
+
+class Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("verify", ["none", "digest"])
+def test_strided_tensors_of_two_subclasses_go_through_one_slot(verify: str) -> None:
+    engine = ThreadEngine()
+    tensors = {
+        "one": torch.randn(30, 7).t().as_subclass(One),
+        "other": torch.randn(70, 5).t().as_subclass(Other),
+        "plain": torch.randn(4),
+    }
+    with WeightSync(engine, slot_size=4096) as sync:
+        sync.push(tensors, version=1, verify=verify)
+        sent = {name: tensor.as_subclass(torch.Tensor) for name, tensor in tensors.items()}
+        assert {n: bytes_of(t) for n, t in engine.sinks[-1].tensors.items()} == {
+            n: bytes_of(t) for n, t in sent.items()
+        }
+    engine.close()
+
+
+def test_zeros_that_are_negated_keep_their_sign_on_every_way() -> None:
+    engine = ThreadEngine()
+    zeros = torch.complex(torch.tensor([1.0, 0.0, -0.0] * 4), torch.tensor([0.0, -0.0, 3.0] * 4))
+    turned = torch._neg_view(zeros.reshape(3, 4).t())
+    tensors = {"negated": turned, "both": torch._neg_view(turned.conj()), "plain": zeros}
+    with WeightSync(engine, slot_size=4096) as sync:
+        # Bytes of a digest are made in one way, and those of a slot in another.
+        for verify in ("none", "digest"):
+            sync.push(tensors, version=1, verify=verify)
+            found = {name: bytes_of(data) for name, data in engine.sinks[-1].tensors.items()}
+            resolved = {n: t.resolve_conj().resolve_neg() for n, t in tensors.items()}
+            assert found == {n: bytes_of(t) for n, t in resolved.items()}
+    engine.close()

@@ -106,6 +106,34 @@ def test_a_tensor_that_is_tied_no_more_is_sent() -> None:
     assert len(manifest_of(module, recall)) == 4
 
 
+@pytest.mark.parametrize("is_data", [False, True])
+def test_a_tensor_that_is_tied_again_is_sent_once(is_data: bool) -> None:
+    recall, module = Recall(), Tied()
+    module.second.weight = nn.Parameter(torch.zeros(3, 3))
+    assert len(manifest_of(module, recall)) == 4
+
+    if is_data:
+        module.second.weight.data = module.first.weight.data
+    else:
+        module.second.weight = module.first.weight
+
+    names = [meta.name for meta in manifest_of(module, recall).metas]
+    assert names == [meta.name for meta in manifest_of(module, Recall()).metas]
+    assert len(names) == 3
+
+
+def test_a_tied_tensor_that_became_sparse_is_refused_by_name() -> None:
+    recall, module = Recall(), nn.Module()
+    module.register_buffer("one", torch.ones(2, 2))
+    module.register_buffer("other", module.get_buffer("one"))
+    manifest_of(module, recall)
+
+    module.one = torch.ones(2, 2).to_sparse()
+
+    with pytest.raises(SourceError, match="'one' has the layout sparse_coo"):
+        manifest_of(module, recall)
+
+
 def test_a_parameter_that_became_a_buffer_is_described_anew() -> None:
     recall, module = Recall(), Tied()
     manifest_of(module, recall)
