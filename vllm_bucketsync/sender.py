@@ -207,7 +207,7 @@ class Sender:
             self.error = error
         if self.phase is not Phase.COMMITTING:
             self._enter(Phase.ABORTING)
-        self._abort_all(utf8(str(error)) or type(error).__name__)
+        self._abort_all(_told(error))
 
     def waiting_for(self) -> str:
         """Return what has to happen next, for messages."""
@@ -261,7 +261,7 @@ class Sender:
                 f"{len(taken)} of them with the same rank; check expected_workers"
             )
         if self.phase is Phase.ABORTING:
-            self._abort_all(str(self.error))
+            self._abort_all(_told(self.error))
 
     def has_token(self, hello: Hello) -> bool:
         """Return whether a worker was asked for this update."""
@@ -276,7 +276,7 @@ class Sender:
         if self.phase is Phase.ABORTING:
             # It was given up, and has come after all: it says what it holds.
             peer.is_lost = False
-            self._abort_all(str(self.error))
+            self._abort_all(_told(self.error))
 
     def _forget(self, key: bytes) -> None:
         """Wait for the hello of a worker that was guessed, and has left or come anew."""
@@ -469,3 +469,8 @@ class Sender:
                 peer.is_lost = True
             elif not peer.has_ended and not is_bound:
                 self._send(key, Abort(reason=reason[:MAX_TEXT_CHARS]))
+
+
+def _told(error: BaseException | None) -> str:
+    """Return an error as a message can carry it."""
+    return utf8(str(error)) or type(error).__name__

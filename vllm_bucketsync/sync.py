@@ -46,7 +46,7 @@ from .sources import Source, read_metas
 from .streams import leave_thread, wait_for_trainer
 from .timeline import EXAMINING, Timeline
 from .trace import traced
-from .transfer import run_linked, run_remote
+from .transfer import ask_for_update, run_linked, run_remote
 from .transport.registry import Wish
 from .update import Update
 
@@ -498,19 +498,7 @@ class WeightSync(Keeper):
             # References to the trainer's tensors end with the push.
             self._slots.release()
         else:
-            # A new listener knows nobody, so it comes first.
-            listener = self._listening()
-            update = sender.update
-            if not (update.is_dry_run or update.require_newer):
-                sender.known = self._known
-            self._calls = run_remote(
-                sender, engines=self._engines, listener=listener, asking=asking
-            )
-            self._known = sender.kept()
-            if not all(call.is_done for call in self._calls) or sender.has_silent_guess:
-                # A worker that it asks later finds nobody, instead of waiting for a word, or
-                # taking what was sent before it said one.
-                self._stop_listening()
+            self._run_remote(sender, asking)
             if sender.error is None:
                 check_calls(self._engines, self._calls, sender)
             answers = [call.result for call in self._calls]
@@ -526,6 +514,25 @@ class WeightSync(Keeper):
                     url=", ".join(engine.name for engine in self._engines),
                 ),
             )
+
+    def _run_remote(self, sender: Sender, asking: Asking) -> None:
+        """Run the update; what is kept for the next one holds, whatever interrupts this."""
+        # A new listener knows nobody, so it comes first.
+        listener = self._listening()
+        known, self._known = self._known, {}
+        if not (sender.update.is_dry_run or sender.update.require_newer):
+            sender.known = known
+        self._calls = ask_for_update(
+            sender, engines=self._engines, endpoint=listener.endpoint, asking=asking
+        )
+        try:
+            run_remote(sender, calls=self._calls, listener=listener, asking=asking)
+            self._known = sender.kept()
+        finally:
+            if not all(call.is_done for call in self._calls) or sender.has_silent_guess:
+                # A worker that it asks later finds nobody, instead of waiting for a word, or
+                # taking what was sent before it said one.
+                self._stop_listening()
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """Call a method that every worker answers at once."""

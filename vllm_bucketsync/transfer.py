@@ -43,28 +43,43 @@ FAILED_RETURN_TIMEOUT_S = 1.0
 DEATH_TIMEOUT_S = 0.25
 
 
-def run_remote(
-    sender: Sender, *, engines: Sequence[Engine], listener: Listener, asking: Asking
+def ask_for_update(
+    sender: Sender, *, engines: Sequence[Engine], endpoint: str, asking: Asking
 ) -> list[UpdateCall]:
-    """Run an update whose workers live in other processes.
+    """Ask engines whose workers live in other processes.
 
     Args:
-        sender: The update. Its ``error`` says how it went.
+        sender: The update.
         engines: Whom to ask.
-        listener: Where the workers connect to.
+        endpoint: Where the workers connect to.
         asking: How.
 
     Returns:
-        The call of each engine. It may still run where a worker is stopped.
+        The call of each engine, for ``run_remote`` and for whoever waits for its end.
     """
-    calls = [
+    return [
         RpcCall(
             functools.partial(
-                engine.update, asking.request(sender, endpoint=listener.endpoint, engine=index)
+                engine.update, asking.request(sender, endpoint=endpoint, engine=index)
             )
         )
         for index, engine in enumerate(engines)
     ]
+
+
+def run_remote(
+    sender: Sender, *, calls: Sequence[UpdateCall], listener: Listener, asking: Asking
+) -> None:
+    """Run an update whose workers live in other processes.
+
+    A second Ctrl-C, while the first is dealt with, is raised as it is.
+
+    Args:
+        sender: The update. Its ``error`` says how it went.
+        calls: What engines were asked. They may still run where a worker is stopped.
+        listener: Where the workers connect to.
+        asking: How they were.
+    """
     run = _Run(sender, listener=listener, calls=calls, settings=asking.settings)
     try:
         while not sender.has_ended:
@@ -82,7 +97,6 @@ def run_remote(
     else:
         run.cut_off()
         run.see_off()
-    return calls
 
 
 def run_linked(sender: Sender, *, engine: Engine, asking: Asking) -> UpdateAnswer | None:

@@ -21,11 +21,12 @@ from support.fake_engine import FakeEngine
 from support.striking import Strike, hashes_of
 from support.thread_engine import ThreadEngine
 
-from vllm_bucketsync import serve
+from vllm_bucketsync import keeping, serve, transfer
 from vllm_bucketsync.clients.base import UpdateAnswer, UpdateRequest
 from vllm_bucketsync.errors import (
     BucketSyncError,
     ChannelTimeoutError,
+    EngineBusyError,
     EngineState,
     EngineUnreachableError,
     PeerLostError,
@@ -184,6 +185,51 @@ def test_what_was_sent_for_a_call_that_failed_is_never_loaded() -> None:
         found = engine.sinks[-1].tensors
         assert {name: bytes_of(one) for name, one in found.items()} == {
             name: bytes_of(one) for name, one in tensors_of(4).items()
+        }
+    engine.close()
+
+
+class GatedEngine(ThreadEngine):
+    """Its worker comes when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        assert self.gate.wait(60)
+        return super().update(request)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_after_a_second_ctrl_c_nothing_is_sent_before_the_first_call_has_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeping, "RETURN_TIMEOUT_S", 0.1)
+    engine = GatedEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        sync.push(tensors_of(1), version=1)
+        sync.push(tensors_of(2), version=2)
+        engine.gate.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer._Run, "cut_off", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                sync.push(tensors_of(3), version=3, progress=interrupt)
+
+        with pytest.raises(EngineBusyError):
+            sync.push(tensors_of(4), version=4)
+        engine.gate.set()
+        assert all(call.wait(60) for call in sync._calls)
+        sync.push(tensors_of(5), version=5)
+
+        assert engine.finished == ["1", "2", "5"]
+        found = engine.sinks[-1].tensors
+        assert {name: bytes_of(one) for name, one in found.items()} == {
+            name: bytes_of(one) for name, one in tensors_of(5).items()
         }
     engine.close()
 

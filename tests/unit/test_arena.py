@@ -119,6 +119,15 @@ def test_no_room_anywhere_says_what_is_needed_free_and_left_alone(
         assert word in str(error)
 
 
+def test_memory_that_seems_free_and_cannot_be_had_is_no_room_either(gpu: FakeGpu) -> None:
+    gpu.host_bytes = 1 << 62
+
+    with pytest.raises(StagingError, match="cannot have them, though") as caught:
+        allocate(1 << 61, device=CPU)
+
+    assert caught.value.needed_bytes == 1 << 61
+
+
 def test_a_device_of_another_kind_stages_on_the_host(gpu: FakeGpu) -> None:
     assert allocate(8, device=torch.device("meta")).place == "host memory"
 

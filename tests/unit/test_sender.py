@@ -694,6 +694,20 @@ def test_the_reason_of_an_abort_can_always_be_sent(text: str) -> None:
     assert msgspec.msgpack.encode(abort)
 
 
+def test_the_reason_can_be_sent_to_a_worker_that_comes_late_too() -> None:
+    trainer = Trainer()
+    trainer.greet(0)
+    trainer.sender.fail(ValueError("no file \udc80"))
+    trainer.exhaust()
+
+    trainer.greet(1)
+    trainer.exhaust()
+
+    (abort,) = trainer.said[key_of(1)]
+    assert isinstance(abort, Abort)
+    assert msgspec.msgpack.encode(abort)
+
+
 def test_memory_that_cannot_be_had_aborts_before_anything_is_offered() -> None:
     trainer = Trainer()
     trainer.slots.errors["shm"] = RegionError("full")

@@ -211,6 +211,12 @@ class TwoEnds(RuleBasedStateMachine):
         message = self.down.popleft()
         if self.receiver.has_ended:
             return  # a worker that failed has left; nobody reads this
+        if isinstance(message, Batch) and self.receiver.state is State.GREETED:
+            # It cannot use the transport, and a sender in a hurry did not wait to hear that.
+            with pytest.raises(RemoteProtocolError):
+                self.receiver.receive(message)
+            self._offer(self.receiver, next(m for m in MESSAGES if isinstance(m, Error)), self.up)
+            return
         self.receiver.receive(message)
 
     @precondition(lambda self: self.up)

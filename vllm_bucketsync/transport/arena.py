@@ -63,7 +63,7 @@ class Arena:
         free_on_host = max(available_bytes() - HOST_MARGIN_BYTES, 0) // num_sharers
         if num_bytes > free_on_host:
             raise _no_room(num_bytes, device, free_on_device, free_on_host, num_sharers)
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = _host_memory(num_bytes, free_on_device=free_on_device, free_on_host=free_on_host)
         if device.type != "cuda" or not num_bytes:
             return cls(data, place="host memory")
         pin = Pin.of(data, device=device)
@@ -76,6 +76,22 @@ class Arena:
             self._pin.undo()
         self.data = torch.empty(0, dtype=torch.uint8)
         self._pin = None
+
+
+def _host_memory(num_bytes: int, *, free_on_device: int, free_on_host: int) -> torch.Tensor:
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    # Limits of a process, and kernels that promise no more memory than they have.
+    except RuntimeError as error:
+        raise StagingError(
+            f"an atomic update needs {num_bytes} bytes of host memory to stage this worker's part "
+            f"of the weights, and cannot have them, though {free_on_host} seem to be free: "
+            f"{error}; nothing was written; raise the process's limit (ulimit -v), or push without "
+            f"atomic=True",
+            needed_bytes=num_bytes,
+            device_bytes=free_on_device,
+            host_bytes=free_on_host,
+        ) from error
 
 
 def _free_on(device: torch.device) -> int:
