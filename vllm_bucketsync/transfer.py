@@ -44,8 +44,13 @@ DEATH_TIMEOUT_S = 0.25
 
 
 def run_remote(
-    sender: Sender, *, engines: Sequence[Engine], listener: Listener, asking: Asking
-) -> list[UpdateCall]:
+    sender: Sender,
+    *,
+    engines: Sequence[Engine],
+    listener: Listener,
+    asking: Asking,
+    calls: list[UpdateCall],
+) -> None:
     """Run an update whose workers live in other processes.
 
     Args:
@@ -53,18 +58,12 @@ def run_remote(
         engines: Whom to ask.
         listener: Where the workers connect to.
         asking: How.
-
-    Returns:
-        The call of each engine. It may still run where a worker is stopped.
+        calls: Takes the call of each engine, as soon as it is made. It may still run at the
+            end, where a worker is stopped.
     """
-    calls = [
-        RpcCall(
-            functools.partial(
-                engine.update, asking.request(sender, endpoint=listener.endpoint, engine=index)
-            )
-        )
-        for index, engine in enumerate(engines)
-    ]
+    for index, engine in enumerate(engines):
+        request = asking.request(sender, endpoint=listener.endpoint, engine=index)
+        calls.append(RpcCall(functools.partial(engine.update, request)))
     run = _Run(sender, listener=listener, calls=calls, settings=asking.settings)
     try:
         while not sender.has_ended:
@@ -82,7 +81,6 @@ def run_remote(
     else:
         run.cut_off()
         run.see_off()
-    return calls
 
 
 def run_linked(sender: Sender, *, engine: Engine, asking: Asking) -> UpdateAnswer | None:
