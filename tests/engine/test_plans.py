@@ -224,12 +224,12 @@ def test_an_abort_works_wherever_processing_by_plan_breaks(
     owner, name = (layerwise, "finish") if breaks_at == "finish" else (vllms, breaks_at)
     original, sink, calls = getattr(owner, name), world.sink(), []
 
-    def breaking(*args: Any) -> Any:
+    def breaking(*args: Any, **options: Any) -> Any:
         # The dry run does some of it too, and is over before anything is loaded.
         calls.extend([args] if sink.has_begun else [])
         if len(calls) == num_calls or (calls and breaks_at == "finish"):
             raise RuntimeError("vLLM broke")
-        return original(*args)
+        return original(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, breaking)

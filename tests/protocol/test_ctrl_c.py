@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch
 from support.thread_engine import ThreadEngine
 
 from vllm_bucketsync import keeping, turns
+from vllm_bucketsync.clients.base import UpdateAnswer, UpdateRequest
 from vllm_bucketsync.errors import EngineBusyError
+from vllm_bucketsync.retained import MAX_MANIFESTS
 from vllm_bucketsync.sync import WeightSync
 
 TENSORS = {"a": torch.arange(100.0), "b": torch.ones(3)}
@@ -97,4 +101,42 @@ def test_a_push_in_the_middle_of_a_push_is_refused() -> None:
 
         sync.push(TENSORS, version="outer", progress=push_again)
     assert engine.finished == ["outer"]
+    engine.close()
+
+
+class InterruptingEngine(ThreadEngine):
+    """Sends its caller a Ctrl-C when its workers are done, and before it returns."""
+
+    is_due = False
+
+    def update(self, request: UpdateRequest) -> UpdateAnswer:
+        answer = super().update(request)
+        if self.is_due:
+            self.is_due = False
+            # By now it has heard from all of them, and waits for this call alone.
+            time.sleep(0.3)
+            signal.pthread_kill(main_thread_id(), signal.SIGINT)
+            time.sleep(0.3)
+        return answer
+
+
+def main_thread_id() -> int:
+    found = threading.main_thread().ident
+    assert found is not None
+    return found
+
+
+def test_what_was_known_before_a_push_that_was_interrupted_is_not_believed() -> None:
+    engine = InterruptingEngine()
+    with WeightSync(engine, slot_size=2048) as sync:
+        # One more than a worker remembers: with the last, it forgets the first.
+        for number in range(MAX_MANIFESTS):
+            sync.push({f"t{number}": torch.ones(9)}, version=number)
+        engine.is_due = True
+        with pytest.raises(KeyboardInterrupt):
+            sync.push({"another": torch.ones(9)}, version="interrupted")
+
+        sync.push({"t0": torch.ones(9)}, version="after")
+
+    assert engine.finished[-2:] == ["interrupted", "after"]
     engine.close()
