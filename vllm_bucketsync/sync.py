@@ -498,34 +498,7 @@ class WeightSync(Keeper):
             # References to the trainer's tensors end with the push.
             self._slots.release()
         else:
-<<<<<<< HEAD
             self._run_remote(sender, asking)
-=======
-            # A new listener knows nobody, so it comes first.
-            listener = self._listening()
-            update = sender.update
-            # Whatever interrupts it, what was known before is known no more.
-            known, self._known, self._calls = self._known, {}, []
-            if not (update.is_dry_run or update.require_newer):
-                sender.known = known
-            try:
-                run_remote(
-                    sender,
-                    engines=self._engines,
-                    listener=listener,
-                    asking=asking,
-                    calls=self._calls,
-                )
-            except BaseException:
-                # A second Ctrl-C, most likely: workers that still wait find nobody.
-                self._stop_listening()
-                raise
-            self._known = sender.kept()
-            if not all(call.is_done for call in self._calls) or sender.has_silent_guess:
-                # A worker that it asks later finds nobody, instead of waiting for a word, or
-                # taking what was sent before it said one.
-                self._stop_listening()
->>>>>>> breaker
             if sender.error is None:
                 check_calls(self._engines, self._calls, sender)
             answers = [call.result for call in self._calls]
@@ -549,10 +522,15 @@ class WeightSync(Keeper):
         known, self._known = self._known, {}
         if not (sender.update.is_dry_run or sender.update.require_newer):
             sender.known = known
-        self._calls = ask_for_update(
-            sender, engines=self._engines, endpoint=listener.endpoint, asking=asking
-        )
+        self._calls = []
         try:
+            ask_for_update(
+                sender,
+                engines=self._engines,
+                endpoint=listener.endpoint,
+                asking=asking,
+                calls=self._calls,
+            )
             run_remote(sender, calls=self._calls, listener=listener, asking=asking)
             self._known = sender.kept()
         finally:

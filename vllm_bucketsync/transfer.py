@@ -43,41 +43,27 @@ FAILED_RETURN_TIMEOUT_S = 1.0
 DEATH_TIMEOUT_S = 0.25
 
 
-<<<<<<< HEAD
 def ask_for_update(
-    sender: Sender, *, engines: Sequence[Engine], endpoint: str, asking: Asking
-) -> list[UpdateCall]:
-    """Ask engines whose workers live in other processes.
-=======
-def run_remote(
     sender: Sender,
     *,
     engines: Sequence[Engine],
-    listener: Listener,
+    endpoint: str,
     asking: Asking,
     calls: list[UpdateCall],
 ) -> None:
-    """Run an update whose workers live in other processes.
->>>>>>> breaker
+    """Ask engines whose workers live in other processes.
 
     Args:
         sender: The update.
         engines: Whom to ask.
         endpoint: Where the workers connect to.
         asking: How.
-<<<<<<< HEAD
-
-    Returns:
-        The call of each engine, for ``run_remote`` and for whoever waits for its end.
+        calls: Takes the call of each, as soon as it is made: for ``run_remote``, and for
+            whoever waits for its end, if something interrupts this.
     """
-    return [
-        RpcCall(
-            functools.partial(
-                engine.update, asking.request(sender, endpoint=endpoint, engine=index)
-            )
-        )
-        for index, engine in enumerate(engines)
-    ]
+    for index, engine in enumerate(engines):
+        request = asking.request(sender, endpoint=endpoint, engine=index)
+        calls.append(RpcCall(functools.partial(engine.update, request)))
 
 
 def run_remote(
@@ -93,14 +79,6 @@ def run_remote(
         listener: Where the workers connect to.
         asking: How they were.
     """
-=======
-        calls: Takes the call of each engine, as soon as it is made. It may still run at the
-            end, where a worker is stopped.
-    """
-    for index, engine in enumerate(engines):
-        request = asking.request(sender, endpoint=listener.endpoint, engine=index)
-        calls.append(RpcCall(functools.partial(engine.update, request)))
->>>>>>> breaker
     run = _Run(sender, listener=listener, calls=calls, settings=asking.settings)
     try:
         while not sender.has_ended:
