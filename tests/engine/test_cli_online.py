@@ -84,8 +84,10 @@ def test_the_doctor_finds_nothing_wrong_and_leaves_the_server_as_it_was(
 ) -> None:
     def look() -> tuple[list[dict[str, object]], object]:
         workers = json.loads(run(server, "status", "--json").stdout)
-        # A dry run, too, is an update that ended: unchanged.
-        return [one | {"state": None} for one in workers], server.complete(PROMPTS[0], num_tokens=8)
+        # A dry run, too, is an update that came some way, and ended unchanged.
+        of_the_last = {"state": None, "transport": None, "transport_reason": None}
+        held = [one | of_the_last for one in workers]
+        return held, server.complete(PROMPTS[0], num_tokens=8)
 
     before = look()
 
