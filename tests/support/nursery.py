@@ -12,11 +12,12 @@ import multiprocessing
 import os
 import secrets
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +26,7 @@ import torch
 
 # Imported before the first fork: what an update would import when it begins.
 _PRELOADED = ("vllm_bucketsync.sync", "vllm_bucketsync.serve", "vllm_bucketsync.staging")
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 
 
 class Child:
@@ -96,11 +97,16 @@ class Nursery:
         path = str(Path(self._folder.name) / secrets.token_hex(4))
         with Listener(path, family="AF_UNIX") as listener:
             self._pipe.send((path, act, args))
+            # Nobody connects where it has died.
+            if not wait([listener._listener._socket], PATIENCE_S):  # type: ignore[attr-defined]
+                raise TimeoutError("the nursery has forked nobody")
             pipe = listener.accept()
         return Child(pipe.recv(), pipe)
 
 
 def _serve(pipe: Connection) -> None:
+    # Test modules are found from here, whichever way pytest was started.
+    sys.path.append(str(Path(__file__).parents[2]))
     for name in _PRELOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
