@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .digests import Digests, KnownDigests
-from .errors import VerifyError
+from .errors import LocalProtocolError, VerifyError
 from .tensors import byte_view
 
 # Digests are fetched after so many bytes: until then a 32nd of them is kept.
@@ -95,13 +95,15 @@ class Proof:
 
         Raises:
             VerifyError: A part does not hold what was copied there.
+            LocalProtocolError: ``seal`` was not called: nothing is known to compare with.
         """
+        expected = [one for one in self._expected if one is not None]
+        if len(expected) < len(self._noted):
+            raise LocalProtocolError("parts were to be compared whose sources were not digested")
         wrong = [
-            (noted, expected, found)
-            for noted, expected, found in zip(
-                self._noted, self._expected, self._found(), strict=True
-            )
-            if found != expected and expected is not None
+            one
+            for one in zip(self._noted, expected, self._found(), strict=True)
+            if one[1] != one[2]
         ]
         if not wrong:
             return

@@ -71,8 +71,9 @@ class ReceiverMemory:
 
     def release(self) -> None:
         """Close every region and the connection. Idempotent; the next update opens them."""
-        self.hang_up()
-        self._close(list(self.regions))
+        with ExitStack() as stack:
+            stack.callback(self._close, list(self.regions))
+            self.hang_up()
 
     def take_dialer(self, endpoint: str) -> Dialer | None:
         """Return the kept connection to an endpoint, if it still stands; close any other."""

@@ -6,7 +6,6 @@ may end, change or go wrong in between.
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import threading
 import time
@@ -44,13 +43,9 @@ def push(sync: WeightSync, engine: FakeEngine, step: int, **options: Any) -> Non
     """Push, and compare what every worker has, byte for byte, by its hash."""
     tensors = tensors_of(step, **options)
     sync.push(tensors, version=step)
-    expected = {name: hash_of(tensor) for name, tensor in tensors.items()}
+    expected = hashes_of(tensors)
     for loaded in engine.call("loaded"):
         assert {name: found[2] for name, found in loaded.items()} == expected
-
-
-def hash_of(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(bytes_of(tensor), digest_size=16).hexdigest()
 
 
 @pytest.fixture

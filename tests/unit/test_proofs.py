@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_bucketsync.digests import Digests, digest
-from vllm_bucketsync.errors import VerifyError
+from vllm_bucketsync.errors import LocalProtocolError, VerifyError
 from vllm_bucketsync.proofs import Proof, seal_all
 from vllm_bucketsync.tensors import byte_view
 
@@ -135,4 +135,12 @@ def test_what_is_known_of_other_bytes_is_found_out() -> None:
     proof.seal()
 
     with pytest.raises(VerifyError):
+        proof.check(state="x")
+
+
+def test_what_is_not_sealed_is_not_taken_for_good() -> None:
+    proof = Proof()
+    proof.note("engine.weight", torch.zeros(3), source="trainer.weight", data=torch.zeros(3))
+
+    with pytest.raises(LocalProtocolError, match="were not digested"):
         proof.check(state="x")

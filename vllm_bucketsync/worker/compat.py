@@ -6,7 +6,6 @@ here, says so; ``tests/engine/test_compat.py`` shows that each fault is still th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -102,23 +101,6 @@ def is_processed_last(module: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     return isinstance(module, Attention | MLAAttention)
-
-
-def is_settled(module: torch.nn.Module) -> bool:
-    """Whether finalising ``module`` once more would only write the constants that it has.
-
-    So it is for plain attention: its scales are ones, whatever the weights, and its
-    backend prepares nothing. Only of a module for which ``is_processed_last``, and which
-    was finalised before.
-    """
-    impl = getattr(module, "impl", None)
-    owners = (one for one in type(impl).__mro__ if "process_weights_after_loading" in vars(one))
-    return (
-        type(module).__name__ == "Attention"
-        and inspect.isabstract(next(owners, None))
-        and getattr(module, "quant_config", module) is None
-        and not getattr(module, "calculate_kv_scales", False)
-    )
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:

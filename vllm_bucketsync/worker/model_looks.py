@@ -40,7 +40,6 @@ class ModelLooks:
         self._methods = _methods_of(self._modules)
         self._looks = Looks(_tensors(self._values))
         self._processed_last: list[torch.nn.Module] | None = None
-        self._is_finalised = False
 
     def are_those_of(self, worker: Any) -> bool:
         """Whether the model of ``worker`` is still the same, to the last address."""
@@ -66,14 +65,6 @@ class ModelLooks:
         if self._processed_last is None:
             self._processed_last = [one for one in self._modules if compat.is_processed_last(one)]
         return self._processed_last
-
-    def note_finalised(self) -> None:
-        """Take note that ``processed_last`` were: some need not be again, as long as all is so."""
-        if not self._is_finalised:
-            self._is_finalised = True
-            self._processed_last = [
-                one for one in self.processed_last if not compat.is_settled(one)
-            ]
 
     def _get_values(self, tables: Sequence[dict[str, Any]]) -> list[Any]:
         filled = compress(tables, self._sizes)

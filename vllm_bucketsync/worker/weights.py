@@ -197,7 +197,6 @@ class WeightSink:
                 layerwise.finish(
                     self._model, self._worker.model_config, processed_last=looks.processed_last
                 )
-                looks.note_finalised()
             if self._check is not None:
                 self._check.compare()
             if self._replay is not None:
