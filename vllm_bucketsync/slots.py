@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from .config import Settings
-from .copies import Places
 from .handles import MAX_REGIONS, Handle
 from .layout import (
     MAX_ENTRIES,
@@ -21,6 +20,7 @@ from .layout import (
     packed,
 )
 from .messages import Hello, Region
+from .places import Places
 from .tensors import byte_view
 from .transport.base import OwnedRegion
 from .transport.cuda_blocks import ExportedBlocks
