@@ -14,12 +14,55 @@ import torch
 
 from . import copy_kernel
 from .copies import LARGE_BYTES, run_moves
+from .layout import Entry, TensorMeta
+from .tensors import byte_view
 
 # What every model is made of; complex ones, whose bytes may stand for conjugates, are not.
 _FUSIBLE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}
 )
 _device_of = attrgetter("device")
+
+
+class BucketPlaces:
+    """Where the tensors of one planned bucket go, and parts of those that go on in the next."""
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        *,
+        start_byte: int,
+        entries: Sequence[Entry],
+        metas: Sequence[TensorMeta],
+    ) -> None:
+        """Make ready.
+
+        Args:
+            memory: ``[num_bytes]``, uint8, contiguous.
+            start_byte: Where the bucket's slot begins in it.
+            entries: What is in the bucket.
+            metas: The tensors that those are of.
+        """
+        self._parts = [
+            (number, entry)
+            for number, (entry, meta) in enumerate(zip(entries, metas, strict=True))
+            if entry.num_bytes != meta.num_bytes
+        ]
+        forms = [(getattr(torch, meta.dtype), meta.shape) for meta in metas]
+        for number, entry in self._parts:
+            forms[number] = (torch.uint8, (entry.num_bytes,))
+        firsts = [start_byte + entry.offset_bytes for entry in entries]
+        self._places = Places(
+            memory, [(first, *form) for first, form in zip(firsts, forms, strict=True)]
+        )
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors, whole ones, or what the bucket has of them; see ``Places.fill``."""
+        if self._parts:
+            tensors = list(tensors)
+            for number, entry in self._parts:
+                tensors[number] = part_of(tensors[number], entry)
+        self._places.fill(tensors)
 
 
 class Places:
@@ -150,3 +193,8 @@ class Places:
                 if dtype is not None
             }
         return self._groups
+
+
+def part_of(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """Return what a bucket's entry has of a tensor: ``[num_bytes]``, uint8; see ``byte_view``."""
+    return byte_view(tensor)[entry.first_byte : entry.first_byte + entry.num_bytes]

@@ -39,7 +39,9 @@ class ModelLooks:
         self._getters = [itemgetter(*table, next(iter(table))) for table in tables if table]
         self._values = self._get_values(tables)
         self._methods = _methods_of(self._modules)
-        self._tensors = [one for one in self._values if isinstance(one, torch.Tensor)]
+        tensors = [one for one in self._values if isinstance(one, torch.Tensor)]
+        # Each once: for as long as the values are the same, so are their twins.
+        self._tensors = list({id(one): one for one in tensors}.values())
         self._looks = Looks(self._tensors)
         self._finalised: Finalised | None = None
 
