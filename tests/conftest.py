@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,20 @@ _HERE = Path(__file__).parent
 _TIMEOUTS_S = {"unit": 30, "protocol": 60, "engine": 300, "gpu": 300}
 _FAULT = "test_fault_matrix.py::test_a_fault["
 _MARKERS = {"engine": pytest.mark.vllm, "gpu": pytest.mark.gpu}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _facts(
+    request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    """Have a JUnit file tell with which vLLM, and on which device, it was written."""
+    if request.config.getoption("xmlpath") is None:
+        return
+    from support.facts import facts
+
+    folders = {item.path.relative_to(_HERE).parts[0] for item in request.session.items}
+    for name, value in facts(" ".join(f"tests/{one}" for one in sorted(folders))).items():
+        record_testsuite_property(name, value)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from support import adapters
-from support.adapter_tensors import LINEAR, request_of
+from support.adapter_tensors import request_of, trained
 from support.adapters import Outputs, from_disk
 from support.async_engines import Running, running_async
 from support.process_engines import EXTENSION
@@ -97,17 +97,6 @@ def in_words(running: Running, request: Any = None) -> Outputs:
     # Fewer words than the tiny models of other tests have tokens.
     asked = [running.ask(prompt, request) for prompt in ([5, 17, 123, 42, 60], [9] * 12)]
     return [answer.result(60) for answer in asked]
-
-
-def trained(folder: Path, seed: int, **config: Any) -> Any:
-    """Return a PEFT model over the checkpoint that both engines serve."""
-    import transformers
-    from peft import LoraConfig, get_peft_model
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    torch.manual_seed(seed)
-    settings = {"r": 4, "lora_alpha": 16, "target_modules": list(LINEAR)} | config
-    return get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))
 
 
 @pytest.fixture(scope="module")

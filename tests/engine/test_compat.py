@@ -27,7 +27,7 @@ tied = pytest.mark.parametrize("world", ["qwen3_tied"], indirect=True)
 
 
 @moe
-def test_without_new_kernels_the_experts_would_be_wrong(
+def test_without_new_kernels_the_experts_would_be_wrong_where_there_are_kernels(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push(world.sink(), world.tensors(0))
@@ -36,7 +36,9 @@ def test_without_new_kernels_the_experts_would_be_wrong(
     with monkeypatch.context() as patch:
         patch.setattr(compat, "take_moe_kernels", lambda model: [])
         push(world.sink(), world.tensors(0))
-    assert world.outputs() != world.truths[0].outputs
+    # vLLM 0.27 computes experts on the CPU without a kernel.
+    has_kernels = any(kernel is not None for kernel in _kernels(world))
+    assert (world.outputs() != world.truths[0].outputs) is has_kernels
 
     push(world.sink(), world.tensors(0))
     world.holds(0)

@@ -54,3 +54,14 @@ def request_of(report: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(**report.request_kwargs)
+
+
+def trained(folder: Path, seed: int, **config: Any) -> Any:
+    """Return a PEFT model over a checkpoint, decided by ``seed``."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(seed)
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": list(LINEAR)} | config
+    return get_peft_model(model, LoraConfig(init_lora_weights=False, **settings))

@@ -12,10 +12,10 @@ PROMPTS = ("the engine takes", "new weights", "a bucket")
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
-def ask(http: httpx.Client, prompt: str) -> Answer:
+def ask(http: httpx.Client, prompt: str, *, model: str = "demo") -> Answer:
     """Return the greedy tokens and log-probabilities that a server answers with."""
     body = {
-        "model": "demo",
+        "model": model,
         "prompt": prompt,
         "max_tokens": 12,
         "temperature": 0.0,
