@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -11,18 +12,23 @@ from harness import environments
 from harness.lists import TestFile
 from harness.running import Ended, Place, pytest
 from support import junit
+from support.facts import facts
 
 # Something was run, and this is what came of it.
 _RAN = {junit.PASSED, junit.FAILED, junit.ERROR, junit.XFAILED}
 
 
 def run(place: Place, files: Sequence[TestFile]) -> list[str]:
-    """Run each file in both environments, and return what is wrong."""
+    """Run each file in both environments, and return what is wrong.
+
+    ``compared.xml`` among the results says which tests came to the same, twice.
+    """
     for plugin in sorted({plugin for file in files for plugin in file.plugins}):
         for environment in (place.without, place.with_plugin):
             environments.install(environment, place.vllm / "tests" / "plugins" / plugin)
     problems: list[str] = []
-    num_ran = num_skipped = num_processes = num_engines = 0
+    compared: dict[str, str] = {}
+    witnessed: Counter[object] = Counter()
     for number, file in enumerate(files):
         lacking = _why_not(place, file)
         if lacking:
@@ -31,21 +37,32 @@ def run(place: Place, files: Sequence[TestFile]) -> list[str]:
         began_s = time.monotonic()
         without, with_plugin = _run_both(place, file, number)
         problems += judge(file, without, with_plugin)
+        compared |= outcomes(file, without, with_plugin)
+        witnessed.update(one["event"] for one in with_plugin.witnessed)
         told = "nothing" if with_plugin.run is None else with_plugin.run.summary()
         print(f"{file.path}: {told} ({time.monotonic() - began_s:.0f} s)", flush=True)
-        if with_plugin.run is not None:
-            num_skipped += with_plugin.run.count(junit.SKIPPED)
-            num_ran += sum(one in _RAN for one in with_plugin.run.outcomes.values())
-        num_processes += sum(one["event"] == "plugins" for one in with_plugin.witnessed)
-        num_engines += sum(one["event"] == "engine" for one in with_plugin.witnessed)
+    num = Counter(compared.values())
     print(
-        f"vLLM's own tests: {num_ran} were run twice and {num_skipped} skipped themselves; vLLM "
-        f"loaded the plugin in {num_processes} processes, and {num_engines} engines had a worker "
-        f"extension; {len(problems)} problems"
+        f"vLLM's own tests: {num[junit.PASSED]} ran and came to the same with the plugin and "
+        f"without it, {num[junit.FAILED]} did not, {num[junit.SKIPPED]} skipped themselves; vLLM "
+        f"loaded the plugin in {witnessed['plugins']} processes, and {witnessed['engine']} engines "
+        f"had a worker extension"
     )
-    if not num_ran:
+    if not num[junit.PASSED]:
         problems.append("nothing of vLLM's own tests was run")
+    junit.write(place.results / "compared.xml", compared, facts("vLLM's own"))
     return problems
+
+
+def outcomes(file: TestFile, without: Ended, with_plugin: Ended) -> dict[str, str]:
+    """Return for each test whether it ran and came to the same twice, or did not, or skipped."""
+    both = [{} if one.run is None else one.run.outcomes for one in (without, with_plugin)]
+    found: dict[str, str] = {}
+    for name in sorted(both[0].keys() | both[1].keys()):
+        before, after = (one.get(name) for one in both)
+        same = junit.PASSED if after in _RAN else junit.SKIPPED
+        found[f"{file.path} {name}"] = same if before == after else junit.FAILED
+    return found
 
 
 def judge(file: TestFile, without: Ended, with_plugin: Ended) -> list[str]:

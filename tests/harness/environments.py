@@ -24,7 +24,8 @@ _SITE = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", 
 _COMMAND = """#!{python}
 import sys
 from vllm.entrypoints.cli.main import main
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
 """
 # Whether there is a distribution, an entry point and a module of ours.
 _CHECK = f"""

@@ -52,7 +52,11 @@ def ask(runner: Any, request: Any = None) -> Answers:
         list(PROMPTS), params, return_logprobs=True, lora_request=request
     )
     tokens = [token_ids for token_ids, _ in outputs]
-    numbers = [sorted((token, one.logprob) for token, one in at.items()) for at in logprobs]
+    numbers = [
+        sorted((token, one.logprob) for token, one in at.items())
+        for of_one in logprobs
+        for at in of_one
+    ]
     return [tokens, numbers]
 
 

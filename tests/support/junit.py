@@ -1,10 +1,11 @@
-"""What pytest's ``--junitxml`` files say: each test's outcome, and where it was run."""
+"""JUnit files, as pytest writes them: each test's outcome, and where it was run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -59,6 +60,23 @@ def read(path: Path) -> Run:
     }
     date = suite.get("timestamp", "").partition("T")[0]
     return Run(outcomes, reasons, facts, date, float(suite.get("time", "0")))
+
+
+def write(path: Path, outcomes: dict[str, str], facts: dict[str, str]) -> None:
+    """Write what ``read`` reads, of tests that are passed, failed or skipped."""
+    root = ElementTree.Element("testsuites")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    suite = ElementTree.SubElement(root, "testsuite", timestamp=now, time="0")
+    properties = ElementTree.SubElement(suite, "properties")
+    for name, value in facts.items():
+        ElementTree.SubElement(properties, "property", name=name, value=value)
+    tags = {outcome: tag for tag, outcome in _TAGS.items()}
+    for name, outcome in outcomes.items():
+        first, _, last = name.partition("::")
+        case = ElementTree.SubElement(suite, "testcase", classname=first, name=last)
+        if outcome in tags:
+            ElementTree.SubElement(case, tags[outcome])
+    ElementTree.ElementTree(root).write(path, encoding="unicode")
 
 
 def _outcome(case: ElementTree.Element) -> tuple[str, str]:
