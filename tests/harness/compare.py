@@ -30,9 +30,12 @@ def run(place: Place, files: Sequence[TestFile]) -> list[str]:
     compared: dict[str, str] = {}
     witnessed: Counter[object] = Counter()
     for number, file in enumerate(files):
-        lacking = _why_not(place, file)
+        if not (place.vllm / "tests" / file.path).exists():
+            print(f"{file.path}: this vLLM has no such file")
+            continue
+        lacking = [name for name in file.needs if find_spec(name) is None]
         if lacking:
-            print(f"{file.path}: not run, {lacking}")
+            problems.append(f"{file.path}: not run without {', '.join(lacking)}; install '.[test]'")
             continue
         began_s = time.monotonic()
         without, with_plugin = _run_both(place, file, number)
@@ -87,13 +90,6 @@ def judge(file: TestFile, without: Ended, with_plugin: Ended) -> list[str]:
             f"processes with it, and by {len(without.witnessed)} without it"
         )
     return found
-
-
-def _why_not(place: Place, file: TestFile) -> str:
-    if not (place.vllm / "tests" / file.path).exists():
-        return "this vLLM has no such file"
-    lacking = [name for name in file.needs if find_spec(name) is None]
-    return f"{', '.join(lacking)} is not installed" if lacking else ""
 
 
 def _run_both(place: Place, file: TestFile, number: int) -> tuple[Ended, Ended]:

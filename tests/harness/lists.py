@@ -62,8 +62,9 @@ FILES = (
         "model_executor/model_loader/test_reload.py",
         select=("-k", "test_reload_weights and Qwen3-0.6B"),
     ),
-    TestFile("lora/test_peft_helper.py"),
-    TestFile("lora/test_lora_manager.py", is_short=True),
-    TestFile("lora/test_worker.py"),
+    # Their fixtures end ray after each test, whether it was begun or not.
+    TestFile("lora/test_peft_helper.py", needs=("ray",)),
+    TestFile("lora/test_lora_manager.py", is_short=True, needs=("ray",)),
+    TestFile("lora/test_worker.py", needs=("ray",)),
     TestFile("v1/executor/test_executor.py"),
 )
