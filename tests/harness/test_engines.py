@@ -117,7 +117,8 @@ def stage(request: pytest.FixtureRequest, vllm_runner: Any, files: Any) -> Itera
 
 @pytest.fixture
 def sync(stage: Stage, files: Any) -> Iterator[WeightSync]:
-    with WeightSync(stage.runner.get_llm()) as found:
+    # Many buckets: what ends half-way has written something by then.
+    with WeightSync(stage.runner.get_llm(), slot_size="64KiB") as found:
         yield found
         found.push(files.old, version="old")
 
