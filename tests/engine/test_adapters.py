@@ -194,7 +194,13 @@ def test_base_weights_and_adapters_alternate_in_any_order(stage: Stage, sync: We
 
     assert outputs_of(stage.llm, from_disk(stage.folders[2], 5)) == stage.truth[1, 2]
     report = sync.push(weights[0], version=4)
-    assert report.workers[0].notes == ("1 adapters were dropped with the old weights",)
+    if hasattr(engines.worker_of(stage.llm).model_runner, "reset_lora_state"):
+        assert report.workers[0].notes == ("1 adapters were dropped with the old weights",)
+    else:
+        # Before 0.29, vLLM keeps what it has read from disk, and so does an update.
+        assert report.workers[0].notes == ()
+        assert outputs_of(stage.llm, from_disk(stage.folders[2], 5)) == stage.truth[0, 2]
+        stage.llm.llm_engine.remove_lora(5)
     assert [stage.says(one) for one in (None, other, pinned)] == [0, 3, 1]
 
 
