@@ -1,7 +1,7 @@
 """Keeps what was run with which vLLM, and on what: ``python tests/matrix``.
 
 ``add FILE…`` takes JUnit files, wherever they were written: each says itself with which vLLM
-and on which device. ``names VERSION…`` compares our names with the sources of vLLM's workers.
+and on which device; it ends with 1 where a test failed. ``names VERSION…`` compares our names with the sources of vLLM's workers.
 Both write ``results.json``, and the table in README that follows from it.
 """
 
@@ -28,10 +28,9 @@ def main() -> int:
     names.add_argument("versions", nargs="+")
     options = parser.parse_args()
     results = record.load()
-    code = 0
     if options.command == "add":
-        for path in options.files:
-            record.add(results, path)
+        rows = [record.add(results, path) for path in options.files]
+        code = int(any(row["failed"] for row in rows))
     else:
         code = _compare_names(results, options.versions)
     record.save(results)

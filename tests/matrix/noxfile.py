@@ -34,13 +34,12 @@ def cpu(session: nox.Session, vllm: str) -> None:
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *MISFITS)
     results = _CACHE / "matrix" / vllm
     results.mkdir(parents=True, exist_ok=True)
-    report = results / "engine.xml"
+    reports = [results / name for name in ("engine.xml", "ours-with.xml", "compared.xml")]
+    for old in reports:
+        old.unlink(missing_ok=True)
     tests = session.posargs or ["tests/engine", "-m", "not long"]
-    codes = [
-        session.run("pytest", *tests, f"--junitxml={report}", success_codes=[0, 1]),
-        session.run(*("python", "tests/harness", "--results", str(results)), success_codes=[0, 1]),
-    ]
-    reports = [report, results / "ours-with.xml", results / "compared.xml"]
+    # Tests that fail are recorded as well; `add` ends with 1 then.
+    session.run("pytest", *tests, f"--junitxml={reports[0]}", success_codes=[0, 1])
+    harness = ["tests/harness", "--results", str(results)]
+    session.run("python", *harness, success_codes=[0, 1])
     session.run("python", "tests/matrix", "add", *map(str, reports))
-    if not all(codes):
-        session.error(f"some tests fail with vLLM {vllm}; see {results}")

@@ -25,7 +25,7 @@ class Row(TypedDict):
     Attributes:
         suite: One of ``SUITES``.
         files: Test files that were run, and how many the suite has; none of vLLM's own.
-        failed: Names of tests that failed, or whose outcome another one.
+        failed: Names of tests that failed, or came to another outcome with the plugin.
         date: The day of the run.
     """
 
@@ -70,8 +70,8 @@ def save(results: Results) -> None:
     README.write_text(before + BEGIN + table(results) + END + after)
 
 
-def add(results: Results, path: Path) -> None:
-    """Take a JUnit file into ``results``, instead of an older run of the same.
+def add(results: Results, path: Path) -> Row:
+    """Take a JUnit file into ``results``, instead of an older run of the same; return the row.
 
     Raises:
         ValueError: The file does not say what was run, or with which vLLM.
@@ -96,6 +96,7 @@ def add(results: Results, path: Path) -> None:
         failed=sorted(n for n, one in run.outcomes.items() if one in {junit.FAILED, junit.ERROR}),
     )
     results["rows"] = [one for one in results["rows"] if _key(one) != _key(row)] + [row]
+    return row
 
 
 def _key(row: Row) -> tuple[str, str, str]:
