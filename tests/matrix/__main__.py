@@ -1,8 +1,9 @@
 """Keeps what was run with which vLLM, and on what: ``python tests/matrix``.
 
 ``add FILE…`` takes JUnit files, wherever they were written: each says itself with which vLLM
-and on which device; it ends with 1 where a test failed. ``names VERSION…`` compares our names with the sources of vLLM's workers.
-Both write ``results.json``, and the table in README that follows from it.
+and on which device. It ends with 1 where a test failed. ``names VERSION…`` compares our names
+with the sources of vLLM's workers. Both write ``results.json``, and the table in README that
+follows from it.
 """
 
 from __future__ import annotations
