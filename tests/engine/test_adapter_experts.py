@@ -59,7 +59,7 @@ def test_experts_get_what_the_same_adapter_on_disk_gives_them(
         monkeypatch.setattr(Qwen3MoeForCausalLM, name, value)
     folder = save_tensors(make(1), CONFIG, tmp_path)
     number = id_of("policy")
-    with engines.running_engine(checkpoint("qwen3_moe", 0), **LORA, **settings) as llm:
+    with engines.running_experts(checkpoint("qwen3_moe", 0), **LORA, **settings) as llm:
         worker = engines.worker_of(llm)
         llm.llm_engine.add_lora(from_disk(folder, 1, is_3d_lora_weight=is_stacked))
         truth = slot_hashes(worker, 1)
@@ -84,7 +84,7 @@ def test_experts_get_what_the_same_adapter_on_disk_gives_them(
 def test_stacked_experts_are_refused_with_vllm_s_reason_where_it_cannot_take_them_apart(
     checkpoint: Callable[[str, int], Path],
 ) -> None:
-    with engines.running_engine(checkpoint("qwen3_moe", 0), **LORA) as llm:
+    with engines.running_experts(checkpoint("qwen3_moe", 0), **LORA) as llm:
         with pytest.raises(AdapterError, match="--enable-mixed-moe-lora-format"):
             put(llm, stacked_experts(1))
         assert manager_of(llm).list_adapters() == {}

@@ -46,7 +46,7 @@ def test_experts_that_adapters_wrap_get_what_an_engine_is_started_with(
     settings = {"enable_lora": True, "max_lora_rank": 8}
     live = {}
     for seed in (1, 0):
-        with engines.running_engine(checkpoint("qwen3_moe", seed), **settings) as llm:
+        with engines.running_experts(checkpoint("qwen3_moe", seed), **settings) as llm:
             live[seed] = engines.live_tensors(engines.worker_of(llm))
             if seed == 1:
                 continue
