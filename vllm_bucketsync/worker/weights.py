@@ -217,6 +217,7 @@ class WeightSink:
             notes=tuple(self._notes),
             spans=() if self._replay is None else tuple(self._replay.timeline.spans),
             left_as_is=left_as_is,
+            casts=self._result.casts if self._is_declared and self._result else (),
         )
 
     def abort(self) -> EngineState:
