@@ -32,8 +32,10 @@ def test_casts_are_told_and_what_the_engine_keeps_in_fp32_is_not_among_them(
         assert not fp32 & set(narrowed.names)
 
         live = dict(engines.worker_of(llm).model_runner.get_model().named_parameters())
-        kept = {name: live[name] for name in fp32}
-        assert all(torch.equal(kept[name], tensors[name]) for name in fp32)
+        assert {live[name].dtype for name in fp32} == {torch.float32}
+        # The CPU packs the router's weight away; not the bias beside it.
+        (bias,) = (name for name in fp32 if "e_score" in name)
+        assert torch.equal(live[bias], tensors[bias])
 
         bf16 = {name: tensor.bfloat16() for name, tensor in tensors.items()}
         (worker,) = sync.push(bf16, version="bf16").workers

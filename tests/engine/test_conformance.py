@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support import engines, tiny_models
+from support import engines, tiny_configs, tiny_models
+from support.conformance import table
 from support.conformance.in_flight import prove_in_flight, prove_paused
 from support.conformance.proof import Bench, prove, prove_refused
 from support.conformance.results import NotRunError, recorded
@@ -148,3 +149,7 @@ def test_a_request_that_runs_goes_on_with_the_new_weights(
 def test_what_a_pause_does_to_a_request_that_runs(row: Row, bench: Bench) -> None:
     with recorded(row):
         prove_paused(row, bench)
+
+
+def test_every_kind_of_model_has_a_name_in_the_table() -> None:
+    assert table.MODELS.keys() == tiny_configs.CONFIGS.keys()

@@ -18,7 +18,8 @@ def refuse_unfit(worker: Any) -> None:
     Raises:
         EngineAsleepError: The weights are asleep: a copy into them would crash.
         EngineBusyError: vLLM's own weight update is open.
-        UnsupportedError: The engine balances its experts, or vLLM cannot reload.
+        UnsupportedError: The engine balances its experts, has weights on the host, or has
+            them in a form that vLLM cannot load again; or vLLM cannot reload at all.
     """
     compat.check_layerwise_reload()
     if worker.vllm_config.parallel_config.enable_eplb:
@@ -26,6 +27,18 @@ def refuse_unfit(worker: Any) -> None:
             "the engine balances its experts (enable_eplb), and vLLM loads experts into the "
             "places that they had at the start; nothing was written; start it without "
             "--enable-eplb"
+        )
+    if (setting := compat.offloads_weights(worker.vllm_config)) is not None:
+        raise UnsupportedError(
+            f"the engine keeps a part of its weights on the host ({setting}), and vLLM's reload "
+            f"does not know of that; nothing was written; start it without {setting}"
+        )
+    quantisation = compat.quantisation(worker.vllm_config)
+    if quantisation in compat.LOADED_ONCE:
+        raise UnsupportedError(
+            f"the engine's weights are quantised by {quantisation}, while a loader of its own reads "
+            f"them from files, and vLLM cannot load such weights again; nothing was written; "
+            f"start it with another quantisation, or with none"
         )
     refuse_at_work(worker)
 

@@ -125,6 +125,12 @@ class WeightSink:
             LoadError: The manifest does not fit. The model is as it was.
         """
         guards.refuse_unfit(self._worker)
+        quantisation = compat.quantisation(self._worker.vllm_config)
+        if quantisation is not None and quantisation not in compat.COMPARED:
+            self._notes.append(
+                f"weights quantised by {quantisation} are loaded as vLLM's own reload does it; no "
+                f"engine of that kind was compared with one that was started from them"
+            )
         with compat.engine_context(self._worker.vllm_config):
             # vLLM's own knows the model with its wrappers.
             if layerwise.is_open(self._model):

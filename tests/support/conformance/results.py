@@ -57,6 +57,7 @@ def _write(row: Row, result: str, reason: str, begin_s: float) -> None:
         "result": result,
         "reason": " ".join(reason.split()),
         "seconds": round(time.monotonic() - begin_s, 1),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         **platform(),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
