@@ -193,7 +193,7 @@ def test_before_there_was_a_setting_for_it_weights_on_the_host_are_refused_as_we
         guards.refuse_unfit(_Worker(config={"cache_config": cache}))
 
 
-@pytest.mark.parametrize("name", sorted(compat.LOADED_ONCE))
+@pytest.mark.parametrize("name", sorted(guards.LOADED_ONCE))
 def test_weights_that_vllm_cannot_load_again_are_refused(name: str) -> None:
     config = {"model_config": SimpleNamespace(quantization=name)}
 
@@ -212,6 +212,23 @@ def test_a_quantisation_that_nobody_compared_is_loaded_and_said(
 
     assert "quantised by fancy" in note
     monkeypatch.setattr(world.worker.vllm_config.model_config, "quantization", "fp8")
+    assert push(world.sink(), world.tensors(0)).notes == ()
+
+
+@tied
+def test_a_drafter_that_keeps_weights_of_its_own_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = torch.nn.Module()
+    draft.embed = world.model.get_submodule("model.embed_tokens")
+    monkeypatch.setattr(world.worker, "get_draft_model", lambda: draft, raising=False)
+    assert push(world.sink(), world.tensors(1)).notes == ()
+
+    draft.own = torch.nn.Linear(2, 2)
+    (note,) = push(world.sink(), world.tensors(0)).notes
+
+    assert note.startswith("the engine's drafter keeps 2 tensors of its own as they were")
+    monkeypatch.undo()
     assert push(world.sink(), world.tensors(0)).notes == ()
 
 

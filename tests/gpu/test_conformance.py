@@ -37,6 +37,9 @@ ANY_ATTENTION: dict[str, Any] = {"attention_config": {}, "enable_prefix_caching"
 TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 IMAGES_ONLY = {"limit_mm_per_prompt": {"image": 0}}
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16}
+# A prompt that comes out of the cache is computed in another shape: in other last bits.
+UNCACHED = {"enable_prefix_caching": False}
+LONG = UNCACHED | {"max_model_len": 256}
 NGRAM = {
     "speculative_config": {
         "method": "ngram",
@@ -126,7 +129,7 @@ ROWS = [
     ),
     Row(model="qwen3", mode="ngram drafts", settings=NGRAM),
     Row(model="qwen3", mode="chunked prefill", settings=CHUNKS),
-    Row(model="qwen3", mode="no prefix cache", settings={"enable_prefix_caching": False}),
+    Row(model="qwen3", mode="no prefix cache", settings=UNCACHED),
     Row(model="qwen3", mode="fp8 KV cache", settings={"kv_cache_dtype": "fp8"}),
     Row(model="qwen3", mode="zero-copy", is_in_process=False, push={"zero_copy": True}),
     Row(
@@ -149,13 +152,13 @@ ROWS = [
 ]
 # How many steps a request has done when the weights change: within its prompt, and after it.
 IN_FLIGHT = [
-    (Row(model="qwen3", mode="in flight, prompt", settings=CHUNKS), 2),
-    (Row(model="qwen3", mode="in flight", settings=CHUNKS), 8),
-    (Row(model="qwen3", mode="in flight and graphs", settings=GRAPHS), 6),
+    (Row(model="qwen3", mode="in flight, prompt", settings=CHUNKS | UNCACHED), 2),
+    (Row(model="qwen3", mode="in flight", settings=CHUNKS | UNCACHED), 8),
+    (Row(model="qwen3", mode="in flight and graphs", settings=GRAPHS | UNCACHED), 6),
 ]
 PAUSED = [
-    Row(model="qwen3", mode="AsyncLLM, paused", settings={"max_model_len": 256}),
-    Row(model="qwen3", mode="AsyncLLM and graphs", settings=GRAPHS | {"max_model_len": 256}),
+    Row(model="qwen3", mode="AsyncLLM, paused", settings=LONG),
+    Row(model="qwen3", mode="AsyncLLM and graphs", settings=GRAPHS | LONG),
 ]
 
 

@@ -24,32 +24,14 @@ _CPU = torch.device("cpu")
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
 
 
-# Quantisations that a model's own loaders know nothing of: a loader of files makes them.
-LOADED_ONCE = frozenset({"bitsandbytes", "gguf"})
-# Those that updated engines were compared with, to the last bit (``tests/gpu``).
-COMPARED = frozenset({"fp8"})
-
-
-def quantisation(vllm_config: Any) -> str | None:
-    """Return what the engine's weights are quantised by; ``None``: by nothing."""
-    name = getattr(getattr(vllm_config, "model_config", None), "quantization", None)
-    return None if name is None else str(name)
-
-
-def offloads_weights(vllm_config: Any) -> str | None:
-    """Return the setting by which an engine keeps weights on the host, or ``None``."""
-    offload = getattr(vllm_config, "offload_config", None)
-    owners = {
-        "cpu_offload_gb": (
-            getattr(offload, "uva", None),
-            getattr(vllm_config, "cache_config", None),
-        ),
-        "offload_group_size": (getattr(offload, "prefetch", None),),
-    }
-    for name, found in owners.items():
-        if any(getattr(owner, name, 0) for owner in found):
-            return name
-    return None
+def num_draft_tensors(worker: Any) -> int:
+    """Return how many tensors a speculative drafter has beside those of the model."""
+    find = getattr(worker, "get_draft_model", None)
+    draft = None if find is None else find()
+    if draft is None:
+        return 0
+    shared = {id(one) for one in worker.model_runner.get_model().parameters()}
+    return sum(id(one) not in shared for one in draft.parameters())
 
 
 # What plans are made and run with besides; without it, everything goes through the loaders.

@@ -8,6 +8,11 @@ from typing import Any
 from ..errors import EngineAsleepError, EngineBusyError, UnsupportedError
 from . import compat
 
+# Quantisations that a model's own loaders know nothing of: a loader of files makes them.
+LOADED_ONCE = frozenset({"bitsandbytes", "gguf"})
+# Those that updated engines were compared with, to the last bit (``tests/gpu``).
+COMPARED = frozenset({"fp8"})
+
 
 def refuse_unfit(worker: Any) -> None:
     """Refuse an engine whose weights cannot be replaced now.
@@ -28,17 +33,17 @@ def refuse_unfit(worker: Any) -> None:
             "places that they had at the start; nothing was written; start it without "
             "--enable-eplb"
         )
-    if (setting := compat.offloads_weights(worker.vllm_config)) is not None:
+    if (setting := _offloads(worker.vllm_config)) is not None:
         raise UnsupportedError(
             f"the engine keeps a part of its weights on the host ({setting}), and vLLM's reload "
             f"does not know of that; nothing was written; start it without {setting}"
         )
-    quantisation = compat.quantisation(worker.vllm_config)
-    if quantisation in compat.LOADED_ONCE:
+    quantisation = _quantisation(worker.vllm_config)
+    if quantisation in LOADED_ONCE:
         raise UnsupportedError(
-            f"the engine's weights are quantised by {quantisation}, while a loader of its own reads "
-            f"them from files, and vLLM cannot load such weights again; nothing was written; "
-            f"start it with another quantisation, or with none"
+            f"the engine's weights are quantised by {quantisation} while they are read from files, "
+            f"and vLLM cannot load such weights again; nothing was written; start it with another "
+            f"quantisation, or with none"
         )
     refuse_at_work(worker)
 
@@ -65,6 +70,17 @@ def refuse_at_work(worker: Any) -> None:
         )
 
 
+def note_of(worker: Any) -> str:
+    """Return what a user should know of an engine that is not refused; ``""`` for nothing."""
+    quantisation = _quantisation(worker.vllm_config)
+    if quantisation is None or quantisation in COMPARED:
+        return ""
+    return (
+        f"weights quantised by {quantisation} are loaded as vLLM's own reload does it; no engine "
+        f"of that kind was compared with one that was started from them"
+    )
+
+
 def weights_are_asleep(worker: Any) -> bool:
     """Whether a sleep took the memory of this worker's weights away."""
     allocations = _allocations()
@@ -83,3 +99,26 @@ def _allocations() -> list[Any]:
         instance = getattr(getattr(loaded, cls, None), "instance", None)
         found.extend(getattr(instance, "pointer_to_data", {}).values())
     return found
+
+
+def _quantisation(vllm_config: Any) -> str | None:
+    """Return what the engine's weights are quantised by; ``None``: by nothing."""
+    name = getattr(getattr(vllm_config, "model_config", None), "quantization", None)
+    return None if name is None else str(name)
+
+
+def _offloads(vllm_config: Any) -> str | None:
+    """Return the setting by which an engine keeps weights on the host, or ``None``."""
+    offload = getattr(vllm_config, "offload_config", None)
+    owners = {
+        # Older versions have it among the settings of the cache.
+        "cpu_offload_gb": (
+            getattr(offload, "uva", None),
+            getattr(vllm_config, "cache_config", None),
+        ),
+        "offload_group_size": (getattr(offload, "prefetch", None),),
+    }
+    for name, found in owners.items():
+        if any(getattr(owner, name, 0) for owner in found):
+            return name
+    return None

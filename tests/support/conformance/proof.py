@@ -58,13 +58,20 @@ class Holding:
 
 
 def outputs_of(llm: Any) -> Outputs:
-    """Return, for each of ``PROMPTS``, the greedy tokens and their log-probabilities."""
+    """Return, for each of ``PROMPTS``, the greedy tokens and their log-probabilities.
+
+    One after the other: the shape of a batch decides the last bits, and when requests reach
+    an engine of another process decides that shape.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True, detokenize=False
     )
-    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    answers = [
+        llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)[0]
+        for prompt in PROMPTS
+    ]
     return [tokens_of(answer.outputs[0]) for answer in answers]
 
 
@@ -143,8 +150,7 @@ def prove(row: Row, bench: Bench) -> None:
             Holding.of(llm).is_that_of(truths[seed], spared=spared)
         for _ in range(5):
             give(row, sync, llm, SEEDS[0])
-            assert outputs_of(llm) == truths[0].outputs, "outputs change with the same weights"
-        Holding.of(llm).is_that_of(truths[0], spared=spared)
+            Holding.of(llm).is_that_of(truths[0], spared=spared)
         moved = _moved(places, llm.collective_rpc(state.addresses))
         assert not moved, f"these lie elsewhere now: {moved}"
 
@@ -174,6 +180,8 @@ def prove_refused(row: Row, bench: Bench) -> str:
             pytest.raises(BucketSyncError, match=row.why_refused) as caught,
         ):
             sync.push(row.source(row, 1), version="refused", **row.push)
+        # No push has emptied it, and what comes out of it differs in the last bits.
+        llm.reset_prefix_cache()
         assert "nothing was written" in str(caught.value)
         Holding.of(llm).is_that_of(before)
     return str(caught.value)
