@@ -238,3 +238,17 @@ def test_every_setting_is_listed_with_its_variable() -> None:
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_is_listed(command: str) -> None:
     assert re.search(rf"^\| `vllm-bucketsync {command}\b", TEXT, flags=re.MULTILINE)
+
+
+def test_every_link_within_the_readme_leads_to_a_heading_and_contents_name_every_section() -> None:
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    headings = re.findall(r"^(#{2,3}) (.*)$", prose, flags=re.MULTILINE)
+
+    def anchor(heading: str) -> str:
+        return re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-")
+
+    links = re.findall(r"\]\(#([\w-]+)\)", prose)
+    assert set(links) <= {anchor(heading) for _, heading in headings}
+    contents = prose.split("\n## Contents\n", 1)[1].split("\n## ", 1)[0]
+    sections = [anchor(text) for level, text in headings if level == "##"][2:]
+    assert sorted(re.findall(r"\]\(#([\w-]+)\)", contents)) == sorted(sections)
