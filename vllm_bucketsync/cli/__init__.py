@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vllm_bucketsync import __version__
 
-from . import bench, demo, doctor, push, push_lora, screen, status
+from . import bench, demo, doctor, example, push, push_lora, screen, status
 from .exits import CommandError, ExitCode
 from .signals import interrupted_by_signals
 
@@ -24,6 +24,7 @@ COMMANDS = {
     "status": status,
     "bench": bench,
     "demo": demo,
+    "example": example,
 }
 
 _EXIT_CODES = """\

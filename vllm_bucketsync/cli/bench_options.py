@@ -48,16 +48,26 @@ def check_pictures(args: argparse.Namespace) -> bool:
     Raises:
         CommandError: A file cannot be made, or matplotlib is missing.
     """
+    if args.trace is not None:
+        check_target(str(args.trace))
+    if args.plot is not None:
+        check_plot(args.plot)
+    return args.trace is not None or args.plot is not None
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn.
+
+    Raises:
+        CommandError: Its file cannot be made, or matplotlib is missing.
+    """
     from vllm_bucketsync.bench import plot
 
-    for path in filter(None, (args.trace, args.plot)):
-        check_target(str(path))
-    if args.plot is not None:
-        try:
-            plot.check(args.plot)
-        except BucketSyncError as error:
-            raise CommandError.of(error) from error
-    return args.trace is not None or args.plot is not None
+    check_target(str(path))
+    try:
+        plot.check(path)
+    except BucketSyncError as error:
+        raise CommandError.of(error) from error
 
 
 def write_pictures(args: argparse.Namespace, picture: Picture) -> None:
