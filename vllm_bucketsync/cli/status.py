@@ -21,6 +21,9 @@ from .tables import status_lines, status_table
 if TYPE_CHECKING:
     from rich.console import Console
 
+# More columns than a terminal has: a table is measured by itself then.
+_UNBOUNDED = 10_000
+
 EXAMPLES = """\
 examples:
   vllm-bucketsync status --url http://127.0.0.1:8000
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         print(json.dumps(workers, indent=2))
     else:
-        _show(screen.stdout(args), workers)
+        show(screen.stdout(args), workers)
     for url, why in held.items():
         screen.stderr(args).print(
             f"{url}: requests are held back: {why}", markup=False, highlight=False, soft_wrap=True
@@ -66,9 +69,17 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _show(console: Console, workers: list[dict[str, Any]]) -> None:
-    if console.is_terminal:
-        console.print(status_table(workers))
+def show(console: Console, workers: list[dict[str, Any]]) -> None:
+    """Show a table on a terminal that is wide enough for it, and lines elsewhere.
+
+    Args:
+        console: Where.
+        workers: What ``WeightSync.status()`` returned.
+    """
+    table = status_table(workers)
+    needed = console.measure(table, options=console.options.update_width(_UNBOUNDED)).minimum
+    if console.is_terminal and needed <= console.width:
+        console.print(table)
         return
     for line in status_lines(workers):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

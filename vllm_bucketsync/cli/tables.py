@@ -15,8 +15,6 @@ _STATUS_HEADINGS = (
 )
 # Left out where all workers have 0 there.
 _PLACES = _STATUS_HEADINGS[:2]
-# What users name, in any length.
-_FOLDED = ("version", "adapters")
 _TORN = "torn"
 
 
@@ -71,7 +69,7 @@ def _add_worker(table: Table, worker: Mapping[str, Any]) -> None:
 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with a row for each worker, none of whose texts is cut.
+    """Return a table with a row for each worker, whose texts are in one line each.
 
     Args:
         workers: What ``WeightSync.status()`` returned.
@@ -84,8 +82,7 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="What the workers hold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading, is_shown in zip(_STATUS_HEADINGS, is_told, strict=True):
         if is_shown:
-            is_long = heading in _FOLDED
-            table.add_column(heading, overflow="fold", no_wrap=not is_long, min_width=len(heading))
+            table.add_column(heading, no_wrap=True)
     for row in rows:
         shown = [text for text, is_shown in zip(row, is_told, strict=True) if is_shown]
         table.add_row(*(_colored(text) for text in shown))
