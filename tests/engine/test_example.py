@@ -61,7 +61,7 @@ def test_the_command_trains_draws_and_leaves_no_process_behind(tmp_path: Path) -
 
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ok: the reward rose from" in result.stdout
-    assert f"wrote {tmp_path / 'rl.svg'}" in result.stdout
+    assert f"wrote {tmp_path / 'rl.svg'}" in result.stderr
     assert result.stderr.count("  reward 0.") == 8
     assert (tmp_path / "rl.svg").read_text().rstrip().endswith("</svg>")
     assert [path.name for path in tmp_path.glob("bucketsync-*")] == []

@@ -78,7 +78,7 @@ def test_the_picture_is_written_and_said(
     assert cli.main(["example", "rl", "--plot", str(picture)]) == ExitCode.OK
 
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"wrote {picture}" in capsys.readouterr().out
+    assert f"wrote {picture}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

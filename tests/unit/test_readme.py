@@ -211,7 +211,8 @@ def test_every_stage_is_listed_in_its_order_with_the_end_that_has_it() -> None:
     # A worker that aborts has no report, and says nothing of its time.
     stages = [name for name in receiver._STAGES.values() if name != timeline.ABORTING]
     worker = list(dict.fromkeys([timeline.WAITING, *stages]))
-    worker.insert(worker.index(timeline.LOADING) + 1, timeline.PROCESSING)
+    at = worker.index(timeline.LOADING) + 1
+    worker[at:at] = [timeline.PROCESSING, timeline.STAGING]
     assert listed == {
         "the trainer": [
             *(timeline.EXAMINING, *phases[:after], *parts),

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.plot is not None:
         what = "adapter" if args.adapter else "all weights"
         example_plot.draw(updates, args.plot, title=f"REINFORCE with a vLLM engine, {what}")
-        console.print(f"wrote {args.plot}", markup=False, soft_wrap=True)
+        bench_options.say_written(str(args.plot), args)
     if after <= before:
         console.print(f"[red]wrong:[/red] the reward went from {before:.3f} to {after:.3f}")
         return ExitCode.FAILED
