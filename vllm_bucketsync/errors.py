@@ -494,6 +494,11 @@ class RemoteError(BucketSyncError, RuntimeError):
         self.remote_type = remote_type
 
 
+def with_article(noun: str) -> str:
+    """Return a noun with its article, for texts: an int, a dict."""
+    return f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
+
+
 def error_classes() -> dict[str, type[BucketSyncError]]:
     """Return every class of the tree by its code, the root included."""
     found: dict[str, type[BucketSyncError]] = {}

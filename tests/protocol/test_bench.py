@@ -163,7 +163,9 @@ def test_a_size_that_is_none_is_a_usage_error(
         cli.main(["bench", "transfer", f"--size={size}"])
 
     assert ended.value.code == ExitCode.USAGE
-    assert f"{size!r} is no size; expected bytes, or a number with KiB" in capsys.readouterr().err
+    assert (
+        f"{size!r} is not a size; expected bytes, or a number with KiB" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -165,11 +165,9 @@ def _draw_trace(axes: Any, name: str, trace: Trace, *, end_ms: float) -> None:
             zorder=3 if kind == PROCESSING else 2,
         )
         text = _text_of(event, share=width_ms / end_ms)
-        colour = "white" if kind in _DARK else _INK
+        color = "white" if kind in _DARK else _INK
         middle = begin_ms + width_ms / 2
-        axes.text(
-            *(middle, row, text), ha="center", va="center", fontsize=7, color=colour, zorder=4
-        )
+        axes.text(*(middle, row, text), ha="center", va="center", fontsize=7, color=color, zorder=4)
     axes.set_yticks(range(len(lanes)), lanes.values())
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, end_ms * 1.01)
