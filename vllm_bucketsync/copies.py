@@ -6,8 +6,9 @@ and become one. A run is a handful of statements, however many copies there are.
 
 - Plain bytes between tensors on the CPU: ``memmove``, on this thread. Torch's pools, in
   two processes that share their cores, wait for each other (``transport/shm.py``).
-- On a device: one memcpy for each large copy, and one fused call for all small ones,
-  which runs at two thirds of a memcpy's speed but starts once.
+- Plain bytes within a GPU: one launch of our own kernel (``copy_kernel.py``). Where that
+  cannot run, or addresses are odd: one memcpy for each large copy, and one fused call of
+  torch's for all small ones.
 - Casts and strided parts: fused where torch can, else one ``copy_`` each.
 
 Everything is enqueued on the current stream and nothing waits, but for copies to the CPU.
@@ -16,27 +17,21 @@ Everything is enqueued on the current stream and nothing waits, but for copies t
 from __future__ import annotations
 
 import ctypes
-import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
+from . import copy_kernel
 from .boxes import Box
 
 # Below this, starting a memcpy takes longer than it runs. Above, both are alike.
 LARGE_BYTES = 32 * 1024**2
 # The first that divides addresses and length. Measured on one H200, torch 2.11, 4,608
 # copies of 3 MiB: 8.8 ms as int32, 10.6 as int64, 11.2 as bfloat16, 13.3 as complex128; a
-# memcpy each 37, one of them all 6.8, cudaMemcpyBatchAsync 32.
+# memcpy each 37, one of them all 6.8.
 _WIDTHS = (torch.int32, torch.int16, torch.uint8)
-
-# What every model is made of; complex ones, whose bytes may stand for conjugates, are not.
-_FUSIBLE = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8}
-)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -71,6 +66,7 @@ class CopyBatch:
         """
         self.num_bytes = 0
         self._moves = _Moves()
+        self._tables: dict[torch.device, _Table] = {}
         self._singles: list[Pair] = []
         self._fused: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         moves: list[_Move] = []
@@ -88,6 +84,8 @@ class CopyBatch:
     def run(self) -> None:
         """Make every copy."""
         self._moves.run()
+        for table in self._tables.values():
+            table.run()
         with torch.no_grad():
             for to, source in self._singles:
                 to.copy_(source, non_blocking=not to.is_cpu)
@@ -97,6 +95,14 @@ class CopyBatch:
     def _add_plain(self, move: _Move) -> None:
         if move.to.is_cpu and move.source.is_cpu:
             self._moves.add(move)
+            return
+        device = move.to.device
+        if (
+            device == move.source.device
+            and _divides(copy_kernel.WIDTH_BYTES, move)
+            and copy_kernel.is_available(device)
+        ):
+            self._tables.setdefault(device, _Table(device)).add(move)
             return
         width = next(w for w in _WIDTHS if _divides(w.itemsize, move))
         to, source = (_flat(t, move.num_bytes, width) for t in (move.to, move.source))
@@ -147,7 +153,7 @@ class DeferredCopies:
             self._moves = self._sort_out(targets)
         if self._moves:
             bases = {name: tensor.data_ptr() for name, tensor in targets.items()}
-            _run_moves(
+            run_moves(
                 [bases[name] + offset for name, offset, _, _ in self._moves],
                 [address for _, _, address, _ in self._moves],
                 [size for _, _, _, size in self._moves],
@@ -182,99 +188,6 @@ class DeferredCopies:
         return found
 
 
-_device_of = attrgetter("device")
-
-
-class Places:
-    """Places in one memory that are filled again and again, from other tensors each time."""
-
-    def __init__(
-        self, memory: torch.Tensor, places: Sequence[tuple[int, torch.dtype, tuple[int, ...]]]
-    ) -> None:
-        """Make ready.
-
-        Args:
-            memory: ``[num_bytes]``, uint8, contiguous.
-            places: For each its first byte, a multiple of any dtype's size, and what will
-                lie there, contiguous.
-        """
-        self._memory = memory
-        self._places = places
-        self._views: list[torch.Tensor] | None = None
-        self._groups: dict[torch.dtype, list[torch.Tensor]] | None = None
-        # Which places each group has; under ``None`` those that have a copy of their own.
-        self._indices: dict[torch.dtype | None, list[int]] = {}
-        self._sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in places]
-        for (first, _, _), size in zip(places, self._sizes, strict=True):
-            if first < 0 or first + size > memory.numel():
-                raise ValueError(f"{size} bytes at {first} of a memory of {memory.numel()}")
-        base = memory.data_ptr()
-        self._addresses = [base + first for first, _, _ in places]
-
-    def fill(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy one tensor to each place.
-
-        From a GPU the copies are only enqueued: whoever reads the memory waits first.
-
-        Args:
-            sources: Plain tensors of the places' dtypes and shapes, on any device, of
-                any strides.
-        """
-        if len(sources) != len(self._places):
-            raise ValueError(f"{len(sources)} tensors for {len(self._places)} places")
-        if self._memory.is_cpu and all(
-            one.is_cpu and one.is_contiguous() and not (one.is_conj() or one.is_neg())
-            for one in sources
-        ):
-            _run_moves(self._addresses, [one.data_ptr() for one in sources], self._sizes)
-            return
-        # Tensors of two subclasses in one call would each leave it to the other.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._fill_by_torch(sources)
-
-    def _fill_by_torch(self, sources: Sequence[torch.Tensor]) -> None:
-        # One call of C for each question and tensor: there may be thousands.
-        is_plain = not any(map(torch.Tensor.is_neg, sources))
-        if is_plain and set(map(_device_of, sources)) == {self._memory.device}:
-            for kind, targets in self._fused().items():
-                torch._foreach_copy_(targets, [sources[index] for index in self._indices[kind]])
-            rest: Sequence[int] = self._indices[None]
-        else:
-            rest = range(len(sources))
-        views = self._typed()
-        for index in rest:
-            source = sources[index].detach()
-            if source.is_neg():
-                # Torch's copy multiplies instead, which gives zeros another sign.
-                source = source.resolve_conj().resolve_neg()
-            views[index].copy_(source, non_blocking=not source.is_cpu)
-
-    def _typed(self) -> list[torch.Tensor]:
-        if self._views is None:
-            self._views = [
-                self._memory[first : first + size].view(dtype).view(shape)
-                for (first, dtype, shape), size in zip(self._places, self._sizes, strict=True)
-            ]
-        return self._views
-
-    def _fused(self) -> dict[torch.dtype, list[torch.Tensor]]:
-        """Return what one call for each dtype can fill; the rest are large, or rare."""
-        if self._groups is None:
-            self._indices = {None: []}
-            for index, ((_, dtype, _), size) in enumerate(
-                zip(self._places, self._sizes, strict=True)
-            ):
-                is_fused = dtype in _FUSIBLE and size < LARGE_BYTES
-                self._indices.setdefault(dtype if is_fused else None, []).append(index)
-            views = self._typed()
-            self._groups = {
-                dtype: [views[index] for index in indices]
-                for dtype, indices in self._indices.items()
-                if dtype is not None
-            }
-        return self._groups
-
-
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a part of a tensor, in place.
 
@@ -300,10 +213,27 @@ class _Moves:
         self._kept.append((move.to, move.source))
 
     def run(self) -> None:
-        _run_moves(self._targets, self._sources, self._sizes)
+        run_moves(self._targets, self._sources, self._sizes)
 
 
-def _run_moves(targets: Iterable[int], sources: Iterable[int], sizes: Iterable[int]) -> None:
+class _Table(_Moves):
+    """Copies of plain bytes within one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._table: copy_kernel.CopyTable | None = None
+
+    def run(self) -> None:
+        if self._table is None:
+            self._table = copy_kernel.CopyTable(
+                self._targets, self._sources, self._sizes, device=self._device
+            )
+        self._table.run()
+
+
+def run_moves(targets: Iterable[int], sources: Iterable[int], sizes: Iterable[int]) -> None:
+    """Copy bytes on the CPU: to each address, from each address, as many."""
     # The loop is C's. The lock of the interpreter is free during each copy.
     deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)
 

@@ -32,14 +32,14 @@ class Looks:
         with torch._C.DisableTorchFunctionSubclass():
             self._seen = [list(map(look, tensors)) for look in _LOOKS]
         # By first and last: the same parts are asked for again and again.
-        self._checks: dict[tuple[int, int], Callable[..., bool]] = {}
+        self._checks: dict[tuple[int, int], Callable[[Sequence[torch.Tensor]], bool]] = {}
 
     def are_those_of(self, tensors: Sequence[torch.Tensor], *, first: int = 0) -> bool:
         """Whether tensors look as the ones did that were seen, from the ``first`` on."""
         end = first + len(tensors)
         with torch._C.DisableTorchFunctionSubclass():
             check = self._checks.get((first, end), _deny)
-            if check(*tensors):
+            if check(tensors):
                 return list(map(torch.Tensor.data_ptr, tensors)) == self._seen[0][first:end]
             is_same = all(
                 list(map(look, tensors)) == seen[first:end]
@@ -54,11 +54,26 @@ class Looks:
         return len(self._seen[0])
 
 
-def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
     """Return what tells at once that dtypes, devices, shapes, strides and keys are these.
 
     That it denies it says nothing: it looks at more than matters here. It keeps no tensor.
     """
+    first_of: dict[int, int] = {}
+    firsts = [first_of.setdefault(id(one), position) for position, one in enumerate(tensors)]
+    if len(first_of) == len(firsts):
+        check = _guards_of(tensors)
+        return lambda again: check(*again)
+    # The guards take no tensor twice, and a state dict has a tied one under each name.
+    once = list(first_of.values())
+    check = _guards_of([tensors[position] for position in once])
+    return lambda again: (
+        all(one is again[first] for one, first in zip(again, firsts, strict=True))
+        and check(*[again[position] for position in once])
+    )
+
+
+def _guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not tensors or not hasattr(guards, "TensorGuards"):
         return _deny
@@ -71,5 +86,5 @@ def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return check
 
 
-def _deny(*_: torch.Tensor) -> bool:
+def _deny(*_: object) -> bool:
     return False

@@ -42,8 +42,13 @@ class Route:
         """
         self.choices = self.slots.without_failures(candidates(self.wish, hellos), hellos)
 
-    def prepare(self, hellos: Sequence[Hello], *, source: Source) -> None:
+    def prepare(self, hellos: Sequence[Hello], *, source: Source, is_just_opened: bool) -> None:
         """Have memory for the first transport that there is memory for.
+
+        Args:
+            hellos: The workers.
+            source: What is to be sent.
+            is_just_opened: Nobody was waited for since the source was opened.
 
         Raises:
             RegionError: There is none for any.
@@ -51,7 +56,7 @@ class Route:
         """
         while True:
             try:
-                needed_bytes = self._place(source, hellos)
+                needed_bytes = self._place(source, hellos, is_just_opened=is_just_opened)
                 self.slots.prepare(
                     self.choice.kind,
                     needed_bytes=needed_bytes,
@@ -85,12 +90,14 @@ class Route:
         failed = self.choices.pop(0)
         self.choices[0] = self.choice.after(failed, reason)
 
-    def _place(self, source: Source, hellos: Sequence[Hello]) -> int | None:
+    def _place(
+        self, source: Source, hellos: Sequence[Hello], *, is_just_opened: bool
+    ) -> int | None:
         """Leave tensors where they lie, if that was chosen; return what slots have to carry."""
         declared, ready = source.declared, source.ready
         if self.choice.is_zero_copy and declared is not None and ready is not None:
-            tensors = ready(0, len(declared))
-            # Not before: a tensor may have been replaced since the source was opened.
+            # A tensor may have been replaced while workers were waited for.
+            tensors = source.found if is_just_opened else ready(0, len(declared))
             seen = None if source.seen is None else source.seen()
             needed_bytes = self.slots.place(declared, tensors, seen=seen, hellos=hellos)
             if needed_bytes is not None:

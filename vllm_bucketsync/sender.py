@@ -344,7 +344,8 @@ class Sender:
         declared = self.source.declared
         hellos = self._hellos()
         if not self.update.is_dry_run:
-            self.route.prepare(hellos, source=self.source)
+            is_just_opened = all(peer.is_guessed for peer in self.peers.values())
+            self.route.prepare(hellos, source=self.source, is_just_opened=is_just_opened)
         manifest = declared or self._last_manifest(hellos)
         self.packing = Packing(
             self.source,

@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from .config import Settings
-from .copies import Places
 from .handles import MAX_REGIONS, Handle
 from .layout import (
     MAX_ENTRIES,
@@ -21,7 +20,7 @@ from .layout import (
     packed,
 )
 from .messages import Hello, Region
-from .tensors import byte_view
+from .places import BucketPlaces, part_of
 from .transport.base import OwnedRegion
 from .transport.cuda_blocks import ExportedBlocks
 from .transport.registry import Choice, Wish, create_slots
@@ -52,7 +51,7 @@ class Slots:
         self.layout = BucketLayout(settings.slot_size_bytes)
         self.num_slots = settings.num_slots
         self.last_manifest: Manifest | None = None
-        self._places: dict[int, Places] = {}
+        self._places: dict[int, BucketPlaces] = {}
         self._filled_for: tuple[Manifest | None, torch.Tensor | None, Placed | None] = (None,) * 3
         self._has_others = True
         self._blocks = ExportedBlocks(settings.dir)
@@ -221,25 +220,19 @@ class Slots:
             raise RuntimeError("Slots.prepare was not called")
         memory = self._region.data
         entries = manifest.plan(self.layout, self.placed).buckets[batch]
-        if memory is None or any(e.num_bytes != manifest.metas[e.index].num_bytes for e in entries):
+        if memory is None:
             for entry, tensor in zip(entries, tensors, strict=True):
-                data = byte_view(tensor)[entry.first_byte : entry.first_byte + entry.num_bytes]
-                self.write(batch, entry.offset_bytes, data)
+                self.write(batch, entry.offset_bytes, part_of(tensor, entry))
             return
         key = (manifest, memory, self.placed)
         if any(one is not other for one, other in zip(key, self._filled_for, strict=True)):
             self._filled_for, self._places = key, {}
         places = self._places.get(batch)
         if places is None:
-            start = (batch % self.num_slots) * self.layout.slot_size_bytes
+            start_byte = (batch % self.num_slots) * self.layout.slot_size_bytes
             metas = [manifest.metas[entry.index] for entry in entries]
-            places = self._places[batch] = Places(
-                memory,
-                [
-                    (start + entry.offset_bytes, getattr(torch, meta.dtype), meta.shape)
-                    for entry, meta in zip(entries, metas, strict=True)
-                ],
-            )
+            places = BucketPlaces(memory, start_byte=start_byte, entries=entries, metas=metas)
+            self._places[batch] = places
         with self._region.enqueuing(devices):
             places.fill(tensors)
 

@@ -57,6 +57,7 @@ class Source:
             be asked after ``ready`` was. ``None`` where that is not known.
         ready: Returns the tensors from one number to another, checked, where they all
             exist at once and are plain; instead of ``tensors``. ``None`` elsewhere.
+        found: What ``ready`` would have returned of all of them when the source was opened.
     """
 
     declared: Manifest | None
@@ -64,6 +65,7 @@ class Source:
     devices: frozenset[torch.device] = frozenset()
     ready: Callable[[int, int], list[torch.Tensor]] | None = None
     seen: Callable[[], object] | None = None
+    found: Sequence[torch.Tensor] = ()
 
     @property
     def device(self) -> torch.device | None:
@@ -137,6 +139,7 @@ def _open_module(module: nn.Module, rename: Rename | None, recall: Recall) -> So
     return _declare(
         known.manifest,
         lambda first, end: [table.get(leaf) for table, leaf in places[first:end]],
+        found=[tensors[position] for position in known.sent],
         what="module",
         recall=recall,
     )
@@ -191,12 +194,13 @@ def _open_mapping(given: Mapping[object, object], names: Names) -> Source:
 
 
 def _open_dict(given: dict[object, object], rename: Rename | None, recall: Recall) -> Source:
-    keys = list(given)
-    manifest = _describe_all(keys, list(given.values()), rename, recall)
+    keys, tensors = list(given), list(given.values())
+    manifest = _describe_all(keys, tensors, rename, recall)
     fetch = given.get
     return _declare(
         manifest,
         lambda first, end: [fetch(key) for key in keys[first:end]],
+        found=tensors,
         what="mapping",
         recall=recall,
     )
@@ -206,7 +210,13 @@ def _open_pairs(given: list[object], rename: Rename | None, recall: Recall) -> S
     pairs = [_pair(item, position) for position, item in enumerate(given)]
     keys, tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
     manifest = _describe_all(keys, tensors, rename, recall)
-    return _declare(manifest, lambda first, end: tensors[first:end], what="list", recall=recall)
+    return _declare(
+        manifest,
+        lambda first, end: tensors[first:end],
+        found=tensors,
+        what="list",
+        recall=recall,
+    )
 
 
 def _describe_all(
@@ -272,6 +282,7 @@ def _declare(
     manifest: Manifest,
     fetch: Callable[[int, int], list[object]],
     *,
+    found: Sequence[object],
     what: str,
     recall: Recall,
 ) -> Source:
@@ -279,18 +290,19 @@ def _declare(
     metas = manifest.metas
 
     def ready(first: int, end: int) -> list[torch.Tensor]:
-        found = fetch(first, end)
+        again = fetch(first, end)
         # Looked at again: a trainer's other threads, and its progress, may change them.
-        if not recall.are_unchanged(found, first=first):
-            for index, one in enumerate(found, start=first):
+        if not recall.are_unchanged(again, first=first):
+            for index, one in enumerate(again, start=first):
                 check_unchanged(metas[index], one)
-        return cast(list[torch.Tensor], found)
+        return cast(list[torch.Tensor], again)
 
     tensors = _fetch_declared(metas, lambda: (fetch(i, i + 1)[0] for i in range(len(metas))))
     source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=recall.devices)
     if recall.is_sharded:
         return source
-    return replace(source, ready=ready, seen=lambda: recall.seen)
+    tensors_found = cast(Sequence[torch.Tensor], found)
+    return replace(source, ready=ready, seen=lambda: recall.seen, found=tensors_found)
 
 
 def _checked_source(

@@ -302,17 +302,6 @@ def test_a_whole_update_by_plan_is_no_change(worker: Any) -> None:
     assert ModelLooks(worker).are_those_of(worker)
 
 
-def test_what_vllm_finalises_last_is_found_once_and_is_of_the_model(worker: Any) -> None:
-    looks = ModelLooks(worker)
-
-    found = looks.processed_last
-
-    assert looks.processed_last is found
-    modules = list(model_of(worker).modules())
-    assert all(any(one is module for module in modules) for one in found)
-    assert any("Attention" in type(one).__name__ for one in found)
-
-
 class Kept:
     """A memory of one dry run that was good, and how often it had to be made."""
 

@@ -402,6 +402,8 @@ class FakeLlm:
         self.world_size = 2 - is_in_process
         self.worker_extension_cls = extension
         self.resets_prefix_cache = True
+        self.is_busy = False
+        self.dp_group: object | None = None
         self.results = [COMMITTED]
         if is_in_process:
             self.driver_worker = object()
@@ -413,6 +415,9 @@ class FakeLlm:
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
         return self.results
+
+    def has_unfinished_requests(self) -> bool:
+        return self.is_busy
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         self.calls.append("prefix")
@@ -444,7 +449,28 @@ def test_an_llm_is_asked_through_its_own_methods() -> None:
     assert engine.update(request()) == UpdateAnswer(results=[COMMITTED])
     engine.close()
     update = (UPDATE_METHOD, ({"token": "t"},))
-    assert llm.calls == [("m", ()), update, "prefix", "mm", "encoder", "7"]
+    assert llm.calls == [("m", ()), "prefix", update, "mm", "encoder", "7"]
+
+
+def test_the_prefix_cache_goes_last_where_requests_could_fill_it_again() -> None:
+    busy, replica = FakeLlm(), FakeLlm()
+    busy.is_busy = True
+    # A replica would have to ask the others whether it is idle.
+    replica.dp_group = object()
+
+    for llm in (busy, replica):
+        connect(llm)[0].update(request())
+
+        assert llm.calls == [(UPDATE_METHOD, ({"token": "t"},)), "prefix", "mm", "encoder", "7"]
+
+
+def test_a_dry_run_drops_no_cache() -> None:
+    llm = FakeLlm()
+    llm.results = [UNCHANGED]
+
+    connect(llm)[0].update(dataclasses.replace(request(), pause=None))
+
+    assert llm.calls == [(UPDATE_METHOD, ({"token": "t"},))]
 
 
 def test_an_in_process_llm_is_known_by_the_worker_that_it_drives() -> None:
@@ -478,6 +504,7 @@ def test_caches_go_as_soon_as_one_worker_has_what_is_new_and_the_version_stays(
     results: list[Any], dropped: list[str]
 ) -> None:
     llm = FakeLlm()
+    llm.is_busy = True
     llm.results = results
 
     connect(llm)[0].update(request())

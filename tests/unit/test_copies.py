@@ -13,7 +13,8 @@ from support.bytes_of import bytes_of
 
 from vllm_bucketsync import copies
 from vllm_bucketsync.boxes import Box
-from vllm_bucketsync.copies import CopyBatch, DeferredCopies, Places, view
+from vllm_bucketsync.copies import CopyBatch, DeferredCopies, view
+from vllm_bucketsync.places import Places
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64)
 

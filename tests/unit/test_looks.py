@@ -66,6 +66,26 @@ def test_every_change_is_noticed_however_often_it_was_asked_before(
     assert looks.are_those_of(tensors[2:], first=2)
 
 
+def test_a_tensor_with_two_names_is_known_at_a_glance_and_its_changes_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, third = made()
+    tied = [first, second, first, third]
+    looks = Looks(tied)
+    assert looks.are_those_of(tied)
+
+    with monkeypatch.context() as patch:
+        # Nobody asks them one by one any more.
+        patch.setattr("vllm_bucketsync.looks._LOOKS", ())
+        assert looks.are_those_of(tied)
+    # At the same address, but of another shape.
+    other = first.detach().view(3, 4)
+    assert not looks.are_those_of([first, second, other, third])
+    assert not looks.are_those_of([other, second, other, third])
+    assert not looks.are_those_of([first, second, second, third])
+    assert looks.are_those_of(tied)
+
+
 def test_what_gradients_a_tensor_wants_is_no_look() -> None:
     tensors = made()
     looks = Looks(tensors)

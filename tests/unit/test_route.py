@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 import torch
 
 from vllm_bucketsync.recall import Recall
@@ -27,18 +28,22 @@ class WatchedSlots:
         pass
 
 
-def test_a_tensor_that_was_replaced_since_the_source_was_opened_is_placed_anew() -> None:
+@pytest.mark.parametrize("is_just_opened", [False, True])
+def test_a_tensor_that_was_replaced_since_the_source_was_opened_is_placed_anew(
+    is_just_opened: bool,
+) -> None:
     slots, recall = WatchedSlots(), Recall()
     wish = Wish(transport="auto", device=torch.device("cpu"), is_zero_copy=True)
     choice = Choice(kind="cuda_ipc", reason="", is_zero_copy=True)
     route = Route(wish=wish, slots=cast(Slots, slots), choices=[choice])
     tensors = {"a": torch.ones(2), "b": torch.ones(3)}
     for _ in range(2):
-        route.prepare([], source=open_source(tensors, recall=recall))
+        source = open_source(tensors, recall=recall)
+        route.prepare([], source=source, is_just_opened=is_just_opened)
 
     source = open_source(tensors, recall=recall)
     tensors["b"] = torch.zeros(3)
-    route.prepare([], source=source)
+    route.prepare([], source=source, is_just_opened=False)
 
     (_, first), (_, second), (found, third) = slots.placed
     assert first is second

@@ -42,6 +42,14 @@ class LlmEngine:
         kinds = ("is_multimodal_model", "is_encoder_decoder")
         return any(getattr(config, kind, True) for kind in kinds)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether it has no request at all, as far as this process can tell at once."""
+        engine = self._llm.llm_engine
+        # Replicas would be asked, and might be somewhere else.
+        is_alone = getattr(engine, "dp_group", None) is None
+        return is_alone and not engine.has_unfinished_requests()
+
     def num_workers(self) -> int:
         """Return tensor times pipeline parallel size, times the replicas it drives."""
         replicas = getattr(self._llm.llm_engine.engine_core, "engine_ranks_managed", [0])
@@ -57,11 +65,14 @@ class LlmEngine:
 
     def update(self, request: UpdateRequest) -> UpdateAnswer:
         """See ``Engine``. An ``LLM`` runs requests only while it is asked to: no pause."""
+        engine = self._llm.llm_engine
+        # While the trainer makes ready, where nothing can fill the cache again meanwhile.
+        is_early = request.pause is not None and self._is_idle
+        drops_caches = is_early and _drop_prefix_cache(engine)
         results = list(self._llm.collective_rpc(request.method, args=(request.offer,)))
         if not has_committed(results):
             return UpdateAnswer(results=results)
-        engine = self._llm.llm_engine
-        drops_caches = bool(engine.reset_prefix_cache(reset_running_requests=True))
+        drops_caches = drops_caches or _drop_prefix_cache(engine)
         if self._has_encoder:
             engine.reset_mm_cache()
             engine.reset_encoder_cache()
@@ -80,3 +91,8 @@ class LlmEngine:
 
     def close(self) -> None:
         """Hold nothing."""
+
+
+def _drop_prefix_cache(engine: Any) -> bool:
+    """Return whether nothing is cached any more."""
+    return bool(engine.reset_prefix_cache(reset_running_requests=True))

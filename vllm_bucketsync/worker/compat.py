@@ -103,6 +103,29 @@ def is_processed_last(module: torch.nn.Module) -> bool:
     return isinstance(module, Attention | MLAAttention)
 
 
+def finalises_to_constants(module: torch.nn.Module) -> bool:
+    """Whether finalising an attention-like module only sets the scales of its cache to 1.
+
+    As the sources of 0.26 to 0.33 say: of plain attention, without quantisation, whose
+    backend adds nothing. Nor does anything else set the scales of a cache that has none.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention import backend
+
+    found: Any = module
+    hook = "process_weights_after_loading"
+    if getattr(type(module), hook, None) is not vars(Attention).get(hook):
+        return False
+    bases = (getattr(backend, name, None) for name in ("AttentionImplBase", "AttentionImpl"))
+    empty = [vars(base)[hook] for base in bases if base is not None and hook in vars(base)]
+    return (
+        getattr(type(getattr(found, "impl", None)), hook, None) in empty
+        and getattr(found, "quant_config", True) is None
+        and not getattr(found, "calculate_kv_scales", False)
+        and getattr(found, "kv_cache_dtype", None) in {"auto", "float16", "bfloat16"}
+    )
+
+
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
     """Map each tied embedding's parameter name to the first name of the same parameter."""
     first: dict[int, str] = {}
@@ -290,11 +313,9 @@ def why_not_known_as_direct(module: torch.nn.Module) -> str:
     return "" if kind in DIRECT_KINDS else f"{kind} is not known to leave weights alone"
 
 
-def kernel_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the objects that compute with a module's weights."""
-    # Not ``getattr``, which is slow for a module that has none. Either table may have it.
-    method = vars(module).get("quant_method") or module._modules.get("quant_method")
-    return (method, getattr(method, "moe_kernel", None))
+def kernel_of(quant_method: object) -> object:
+    """Return what computes with weights, of a method that has it made; ``None`` if none."""
+    return getattr(quant_method, "moe_kernel", None)
 
 
 def is_config(value: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
 from . import compat
+from .finalised import Finalised
 
 
 @dataclass(slots=True)
@@ -175,18 +176,15 @@ class LayerwiseReload:
         return value
 
 
-def finish(
-    model: torch.nn.Module, model_config: Any, *, processed_last: Iterable[torch.nn.Module]
-) -> None:
+def finish(model: torch.nn.Module, model_config: Any, *, finalised: Finalised) -> None:
     """Do what vLLM's finalise does to a model of which no module is being reloaded.
 
     Args:
         model: The live model.
         model_config: vLLM's settings of it.
-        processed_last: Its modules for which ``compat.is_processed_last``.
+        finalised: What has to be finalised.
     """
-    for module in processed_last:
-        module.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
+    finalised.renew(model_config.dtype)
     compat.rebuild_tied_heads(model)
     compat.run_model_hook(model)
 

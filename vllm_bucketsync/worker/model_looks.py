@@ -16,6 +16,7 @@ import torch
 
 from ..looks import Looks
 from . import compat
+from .finalised import Finalised
 
 _TABLES = tuple(map(attrgetter, ("_parameters", "_buffers", "_modules")))
 
@@ -38,8 +39,11 @@ class ModelLooks:
         self._getters = [itemgetter(*table, next(iter(table))) for table in tables if table]
         self._values = self._get_values(tables)
         self._methods = _methods_of(self._modules)
-        self._looks = Looks(_tensors(self._values))
-        self._processed_last: list[torch.nn.Module] | None = None
+        tensors = [one for one in self._values if isinstance(one, torch.Tensor)]
+        # Each once: for as long as the values are the same, so are their twins.
+        self._tensors = list({id(one): one for one in tensors}.values())
+        self._looks = Looks(self._tensors)
+        self._finalised: Finalised | None = None
 
     def are_those_of(self, worker: Any) -> bool:
         """Whether the model of ``worker`` is still the same, to the last address."""
@@ -56,15 +60,16 @@ class ModelLooks:
         return (
             _are_same(values, self._values)
             and _are_same(_methods_of(self._modules), self._methods)
-            and self._looks.are_those_of(_tensors(values))
+            # The very same objects, so that these are among them.
+            and self._looks.are_those_of(self._tensors)
         )
 
     @property
-    def processed_last(self) -> Sequence[torch.nn.Module]:
-        """The modules that have to be finalised after all others, in order."""
-        if self._processed_last is None:
-            self._processed_last = [one for one in self._modules if compat.is_processed_last(one)]
-        return self._processed_last
+    def finalised(self) -> Finalised:
+        """The modules that have to be finalised after all others."""
+        if self._finalised is None:
+            self._finalised = Finalised(filter(compat.is_processed_last, self._modules))
+        return self._finalised
 
     def _get_values(self, tables: Sequence[dict[str, Any]]) -> list[Any]:
         filled = compress(tables, self._sizes)
@@ -93,10 +98,6 @@ def _tables_of(modules: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
 def _methods_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
     # One that is a module itself is in a table.
     return [vars(module).get("quant_method") for module in modules]
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
 def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:

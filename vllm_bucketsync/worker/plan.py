@@ -34,7 +34,6 @@ class PlannedModule:
         num_bytes: Bytes of the sources that they read.
         why_not_direct: Why its weights go through post-processing: ``""`` if they need
             not, ``None`` before that was observed.
-        kernel: What computed with its weights then.
     """
 
     path: str
@@ -45,7 +44,6 @@ class PlannedModule:
     num_elements: int
     num_bytes: int
     why_not_direct: str | None = None
-    kernel: tuple[object, ...] = field(default=(), repr=False)
 
     @property
     def is_direct(self) -> bool:
@@ -77,6 +75,8 @@ class Plan:
         loaded_modules: The modules that those fill.
         generation: Counts the changes of ``PlannedModule.why_not_direct``, which make
             void what was prepared before.
+        kernels: What computed with the weights of direct modules when they were observed,
+            with the quant method that has it.
     """
 
     metas: Sequence[TensorMeta]
@@ -85,24 +85,23 @@ class Plan:
     by_loaders: frozenset[int]
     loaded_modules: frozenset[torch.nn.Module] = field(repr=False)
     generation: int = 0
+    kernels: dict[int, tuple[object, object]] = field(default_factory=dict, repr=False)
 
     def settle(self, found: dict[PlannedModule, str]) -> None:
         """Take over what was observed of modules: why each is not direct, or ``""``."""
         for planned, why in found.items():
             planned.why_not_direct = why
-            planned.kernel = compat.kernel_of(planned.module)
+            method = getattr(planned.module, "quant_method", None)
+            if planned.is_direct and method is not None:
+                self.kernels[id(method)] = (method, compat.kernel_of(method))
         self.generation += bool(found)
 
     def is_current(self) -> bool:
-        """Whether the direct modules have the kernels that they were observed with."""
-        return all(
-            all(
-                one is other
-                for one, other in zip(m.kernel, compat.kernel_of(m.module), strict=True)
-            )
-            for m in self.modules
-            if m.is_direct
-        )
+        """Whether the direct modules have the kernels that they were observed with.
+
+        For a model that looks as it did: its modules have the same quant methods.
+        """
+        return all(compat.kernel_of(method) is one for method, one in self.kernels.values())
 
 
 def make_plan(

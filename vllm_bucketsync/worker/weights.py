@@ -194,9 +194,7 @@ class WeightSink:
                 split = LoadSplit(num_loaded=loaders.num_modules, loaded_bytes=loaders.num_bytes)
             else:
                 looks = self._looks or self._memory.look_at(self._worker)
-                layerwise.finish(
-                    self._model, self._worker.model_config, processed_last=looks.processed_last
-                )
+                layerwise.finish(self._model, self._worker.model_config, finalised=looks.finalised)
             if self._check is not None:
                 self._check.compare()
             if self._replay is not None:
