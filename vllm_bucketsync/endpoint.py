@@ -357,7 +357,7 @@ async def _body(request: Request, kind: type[Any]) -> Any:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(
-            422, f"the body is no {kind.__name__.lstrip('_').lower()}: {error}"
+            422, f"the body is not a valid {kind.__name__.lstrip('_').lower()}: {error}"
         ) from error
 
 

@@ -22,9 +22,10 @@ from support.readme import block, with_names
 from vllm_bucketsync.cli.demo_model import PROMPTS, build_checkpoint
 from vllm_bucketsync.cli.servers import environment, signal_group
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
-START_TIMEOUT_S = 240.0
+# Of two servers at once, on two cores that others may use as well.
+START_TIMEOUT_S = 420.0
 KEY = "SECRET"
 # Small enough for a test; README leaves them to the user.
 SMALL = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 4"

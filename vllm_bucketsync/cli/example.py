@@ -1,7 +1,7 @@
 """Run a worked example: "rl" trains a policy with samples of a real vLLM engine.
 
 Each update pushes the policy into the engine, samples from it, and takes one step of
-REINFORCE; the reward rises within a minute on a CPU. The model is tiny and random, and
+REINFORCE; the reward rises within a minute or two on a CPU. The model is tiny and random, and
 nothing is downloaded. --code prints the program instead, to be copied.
 """
 

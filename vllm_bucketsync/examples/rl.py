@@ -5,7 +5,7 @@
 
 Each update does four things: push the policy, sample from it with vLLM, score the samples,
 and take one gradient step. The reward is the share of generated words that name an animal,
-so it can be seen to rise within a minute, on a CPU, with a tiny model of random weights.
+so it can be seen to rise within minutes, on a CPU, with a tiny model of random weights.
 """
 
 from __future__ import annotations
