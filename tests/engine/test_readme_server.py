@@ -217,7 +217,9 @@ def test_the_program_for_several_servers_updates_both(
 
 
 def test_the_commands_for_servers_check_push_and_tell(place: Place) -> None:
-    checked, pushed, adapter, status = run_commands("vllm-bucketsync push ", place)
+    beginning = "vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --dry-run"
+
+    checked, pushed, adapter, status = run_commands(beginning, place)
 
     assert "nothing; it fits the engine" in checked
     assert "The push of 'new'" in pushed
