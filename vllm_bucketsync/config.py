@@ -184,7 +184,7 @@ def parse_size(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(
-            f"{size!r} is no size; expected bytes, or a number with KiB, MiB, GiB or TiB"
+            f"{size!r} is not a size; expected bytes, or a number with KiB, MiB, GiB or TiB"
         )
     return int(match[1]) * _UNITS[match[2].upper()]
 

@@ -59,6 +59,7 @@ from .timeline import (
     LOADING,
     OPENING,
     PREPARING,
+    STAGING,
     WAITING,
     Timeline,
 )
@@ -195,6 +196,8 @@ class Receiver:
 
     def _enter_stage_of(self, command: Command) -> None:
         stage = _STAGES[type(command)]
+        if stage == LOADING and self.opened is not None and self.opened.is_atomic:
+            stage = STAGING
         if isinstance(command, Batch):
             self._timeline.enter(stage, bucket=command.seq, region=command.region)
         else:

@@ -346,7 +346,7 @@ def _map_checked(fd: int, handle: ShmHandle) -> mmap.mmap:
     size = HEADER_BYTES + handle.num_bytes
     wrong = ""
     if not stat.S_ISREG(found.st_mode):
-        wrong = "it is no regular file"
+        wrong = "it is not a regular file"
     elif found.st_uid not in {0, os.geteuid()}:
         wrong = f"it belongs to uid {found.st_uid}, expected {os.geteuid()} or root"
     elif not handle.num_bytes:

@@ -1,6 +1,6 @@
 """Every peculiarity of a vLLM version or platform, told by its features.
 
-Nothing here asks for a version string. What is faulty in vLLM itself, and mended
+Nothing here asks for a version string. What is faulty in vLLM itself, and worked around
 here, says so; ``tests/engine/test_compat.py`` shows that each fault is still there.
 """
 

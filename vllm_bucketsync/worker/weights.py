@@ -281,7 +281,11 @@ class WeightSink:
             # Watched as it comes, like a stream that nothing is known of.
             return
         self._result = result
-        problems.raise_problems(result.problems, state=_NOTHING + self._idle)
+        if result.problems:
+            model: torch.nn.Module = self._worker.model_runner.get_model()
+            names = [meta.name for meta in manifest.metas]
+            hint = problems.prefix_hint(model, result.problems, names)
+            problems.raise_problems(result.problems, state=_NOTHING + self._idle, hint=hint)
         self._is_declared = True
         self._manifest = manifest
         if result.plan is not None and self._mode is not PlanMode.OFF:
