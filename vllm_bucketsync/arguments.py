@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 from .clients.base import PauseMode
 from .config import Verify
-from .errors import ConfigError, SourceError, utf8
+from .errors import ConfigError, SourceError, utf8, with_article
 from .handles import MAX_SHORT_CHARS
 from .messages import MAX_PATTERNS, MAX_VERSION_CHARS
 from .sources import Source
@@ -81,7 +81,8 @@ def check_rename(rename: object) -> None:
     """Refuse what cannot be called with a name."""
     if rename is not None and not callable(rename):
         raise ConfigError(
-            f"rename is a {type(rename).__name__}; expected a function of a name that returns "
+            f"rename is {with_article(type(rename).__name__)}; expected a function of a name "
+            "that returns "
             f"one; of a dict: lambda name: names.get(name, name)"
         )
 

@@ -245,7 +245,7 @@ class Dialer:
         self.endpoint = endpoint
         path = Path(endpoint.removeprefix(SCHEME))
         if not endpoint.startswith(SCHEME) or not path.is_absolute():
-            raise ConfigError(f"{endpoint!r} is no endpoint; expected {SCHEME} and a path")
+            raise ConfigError(f"{endpoint!r} is not an endpoint; expected {SCHEME} and a path")
         self.peer_pid = probe_listener(path)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._was_lost = False

@@ -217,7 +217,7 @@ def _read_index(path: Path) -> dict[str, str]:
         index = json.loads(path.read_bytes())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(
-            f"{path} is no index of a checkpoint: {type(error).__name__}: {error}"
+            f"{path} is not an index of a checkpoint: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(index, dict):
         raise SourceError(f"{path}: weight_map must be a mapping from tensor to file")
@@ -225,7 +225,7 @@ def _read_index(path: Path) -> dict[str, str]:
         pure = PurePosixPath(file) if isinstance(file, str) else None
         if pure is None or pure.is_absolute() or ".." in pure.parts:
             raise SourceError(
-                f"{path}: {name!r} is said to be in {file!r}, which is no file of that folder",
+                f"{path}: {name!r} is said to be in {file!r}, which is not a file of that folder",
                 name=name,
             )
         if not (path.parent / pure).is_file():

@@ -38,7 +38,7 @@ class Settings:
     Attributes:
         transport: ``auto``, or the only one that may be used.
         slot_size: Bytes of one slot, as a number or as ``"512MiB"``. ``None`` takes
-            512 MiB, never more than the update needs, and halves it (down to 1 MiB)
+            512 MiB, on a GPU 1 GiB, never more than the update needs, and halves it (down to 1 MiB)
             while the memory for ``num_slots`` of them cannot be had. A size that was
             asked for is never shrunk.
         num_slots: Slots of a region: one is filled while others are loaded.
@@ -184,7 +184,7 @@ def parse_size(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(
-            f"{size!r} is no size; expected bytes, or a number with KiB, MiB, GiB or TiB"
+            f"{size!r} is not a size; expected bytes, or a number with KiB, MiB, GiB or TiB"
         )
     return int(match[1]) * _UNITS[match[2].upper()]
 

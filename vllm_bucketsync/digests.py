@@ -10,7 +10,7 @@ What it finds: any change within one word, and so every single flipped bit, for 
 it changes the sum of one row by less than 2**64, and an odd factor cannot make that
 vanish. Rows in another order, other lengths, old bytes in place of new ones, zeros: all
 but always. What it does not find: words in another order within one row, and changes
-that cancel each other. It is no cryptographic hash: whoever wants to deceive it can.
+that cancel each other. It is not a cryptographic hash: whoever wants to deceive it can.
 """
 
 from __future__ import annotations

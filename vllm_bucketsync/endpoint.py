@@ -129,7 +129,7 @@ class _Metrics:
         name = "vllm_bucketsync"
         self.seconds = Histogram(f"{name}_update_seconds", "Seconds of an update on the engine")
         self.updates = Counter(f"{name}_updates", "Updates that were committed")
-        self.failures = Counter(f"{name}_failures", "Updates that were not committed")
+        self.failures = Counter(f"{name}_failures", "Updates and dry runs that failed")
         self.bytes = Counter(f"{name}_bytes", "Bytes loaded by each worker")
         self.tensors = Counter(f"{name}_tensors", "Tensors loaded by each worker")
         # Of several API servers the one that was asked last knows.
@@ -270,10 +270,13 @@ async def _run(state: _State, body: _Update) -> UpdateAnswer:
     try:
         answer = await online.update(state.engine, request, pause=state.pause)
     except Exception:
-        if body.pause is not None:
-            state.metrics.failures.inc()
+        state.metrics.failures.inc()
         raise
-    if body.pause is not None:
+    if body.pause is None:
+        # A dry run is no update, but one that was refused counts, as it does in ``status``.
+        if any(isinstance(one, dict) and one.get("error") for one in answer.results):
+            state.metrics.failures.inc()
+    else:
         seconds = time.monotonic() - begin_s
         state.metrics.note(answer.results, version=request.weight_version, seconds=seconds)
         if body.adapter is not None and _have(answer.results, body.adapter):
@@ -354,7 +357,7 @@ async def _body(request: Request, kind: type[Any]) -> Any:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(
-            422, f"the body is no {kind.__name__.lstrip('_').lower()}: {error}"
+            422, f"the body is not a valid {kind.__name__.lstrip('_').lower()}: {error}"
         ) from error
 
 

@@ -26,9 +26,17 @@ class EngineState(StrEnum):
     UNCHANGED = "unchanged"
     """Exactly what it held before the update."""
     TORN = "torn"
-    """Part of the update. Only a complete new update mends it."""
+    """Part of the update. Only a complete new update repairs it."""
     UNKNOWN = "unknown"
     """The worker did not say: it is dead, stopped, or still at work."""
+
+
+# What an error's text says of the engine; that it is unchanged needs no words.
+_HOLDS = {
+    EngineState.COMMITTED: "the engine has the new weights all the same",
+    EngineState.TORN: "the engine is torn; push again to repair it",
+    EngineState.UNKNOWN: "what the engine holds is unknown; ask status()",
+}
 
 
 class BucketSyncError(Exception):
@@ -47,6 +55,16 @@ class BucketSyncError(Exception):
 
     rank: int | None = None
     engine_state: EngineState | None = None
+
+    @property
+    def message(self) -> str:
+        """What went wrong, without what the engine holds."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        """Return what went wrong, and what the engine holds unless that is what it held."""
+        said = None if self.engine_state is None else _HOLDS.get(self.engine_state)
+        return f"{self.message} ({said})" if said else self.message
 
     def details(self) -> Details:
         """Return the attributes that travel with the error, as primitives."""
@@ -476,6 +494,11 @@ class RemoteError(BucketSyncError, RuntimeError):
         self.remote_type = remote_type
 
 
+def with_article(noun: str) -> str:
+    """Return a noun with its article, for texts: an int, a dict."""
+    return f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
+
+
 def error_classes() -> dict[str, type[BucketSyncError]]:
     """Return every class of the tree by its code, the root included."""
     found: dict[str, type[BucketSyncError]] = {}
@@ -490,7 +513,7 @@ def error_classes() -> dict[str, type[BucketSyncError]]:
 def to_wire(error: BaseException) -> tuple[str, str, Details]:
     """Return an error as code, text and details; a stranger becomes ``remote``."""
     if isinstance(error, BucketSyncError):
-        return error.code, utf8(str(error)), error.details()
+        return error.code, utf8(error.message), error.details()
     text = f"{type(error).__name__}: {error}"
     return RemoteError.code, utf8(text), {"remote_type": type(error).__name__}
 

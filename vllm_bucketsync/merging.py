@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .errors import AdapterConfigError, SourceError
+from .errors import AdapterConfigError, SourceError, with_article
 from .layout import TensorMeta
 from .names import Names
 from .peft_models import carries_adapter, peft_model
@@ -89,7 +89,8 @@ def open_merged(given: object, *, rename: Callable[[str], str] | None = None) ->
     model = peft_model(given)
     if model is None:
         raise SourceError(
-            f"a {type(given).__name__} was given with merge=True; expected a PEFT model; leave "
+            f"{with_article(type(given).__name__)} was given with merge=True; expected a PEFT "
+            "model; leave "
             f"merge= out for anything else"
         )
     names = Names(rename)
@@ -197,7 +198,8 @@ def _refuse_variant(layer: Any, name: str, place: _Place) -> None:
     if is_dora or name in getattr(layer, "lora_variant", {}):
         kind = "use_dora" if is_dora else type(layer.lora_variant[name]).__name__
         raise AdapterConfigError(
-            f"{place.name!r} has adapter {name!r} of kind {kind}, which is no sum of two tensors; "
+            f"{place.name!r} has adapter {name!r} of kind {kind}, which is not a sum of two "
+            "tensors; "
             f"nothing was sent; push what merge_and_unload() makes of a copy",
             adapter=name,
             setting=kind,

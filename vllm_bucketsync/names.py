@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .errors import SourceError
+from .errors import SourceError, with_article
 from .layout import MAX_NAME_BYTES
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -85,7 +85,8 @@ def _checked(name: object, *, given: object) -> str:
     become = "" if name is given else f" (what {given!r} becomes)"
     if not isinstance(name, str):
         raise SourceError(
-            f"a tensor's name{become} is {name!r}, a {type(name).__name__}; expected a str"
+            f"a tensor's name{become} is {name!r}, {with_article(type(name).__name__)}; "
+            "expected a str"
         )
     try:
         num_bytes = len(name.encode())

@@ -47,7 +47,7 @@ def explained(error: BaseException, sender: Sender) -> BaseException:
     what = "weights are" if adapter is None else f"adapter {adapter.name!r} is"
     text = f"the engine's {what} {sender.engine_state}"
     if sender.engine_state is EngineState.TORN and adapter is None:
-        text += ": part new, part old; a complete push mends them"
+        text += ": part new, part old; a complete push repairs them"
     elif sender.engine_state is EngineState.TORN:
         text += ": some workers have it and some have not; push it again"
     if isinstance(error, BucketSyncError):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import AdapterConfigError, ConfigError, SourceError
+from .errors import AdapterConfigError, ConfigError, SourceError, with_article
 from .messages import MAX_CONFIG_CHARS
 from .recall import Recall
 from .sources import Source, open_source
@@ -69,7 +69,8 @@ def open_adapter(
             model = peft_model(given)
             if model is None:
                 raise SourceError(
-                    f"a {type(given).__name__} was given; expected a PEFT model, a pair of "
+                    f"{with_article(type(given).__name__)} was given; expected a PEFT model, "
+                    "a pair of "
                     f"tensors and PEFT's config, or the folder of a saved adapter"
                 )
             name = active_adapter(model, adapter_name)
@@ -131,7 +132,8 @@ def config_text(config: object) -> str:
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
         raise SourceError(
-            f"the adapter's config is a {type(config).__name__}; expected PEFT's LoraConfig, or a "
+            f"the adapter's config is {with_article(type(config).__name__)}; expected PEFT's "
+            "LoraConfig, or a "
             f"mapping such as the one in {CONFIG_FILE}"
         )
     try:

@@ -59,6 +59,7 @@ from .timeline import (
     LOADING,
     OPENING,
     PREPARING,
+    STAGING,
     WAITING,
     Timeline,
 )
@@ -195,6 +196,8 @@ class Receiver:
 
     def _enter_stage_of(self, command: Command) -> None:
         stage = _STAGES[type(command)]
+        if stage == LOADING and self.opened is not None and self.opened.is_atomic:
+            stage = STAGING
         if isinstance(command, Batch):
             self._timeline.enter(stage, bucket=command.seq, region=command.region)
         else:
@@ -348,6 +351,7 @@ class Receiver:
             skipped=report.skipped[:MAX_METAS],
             notes=tuple(note[:MAX_TEXT_CHARS] for note in report.notes[:MAX_NOTES]),
             left_as_is=report.left_as_is,
+            casts=report.casts[:MAX_NOTES],
             stages_ms=self._timeline.stages_ms(),
             spans=(*self._timeline.stages, *report.spans) if opened.is_traced else (),
         )

@@ -14,6 +14,30 @@ from .slots import Slots
 from .timeline import WAITING
 from .versions import goes_back
 
+# Nothing is packed, opened or written in one.
+_NOT_OF_A_DRY_RUN = (
+    *("num_buckets", "gb_per_s", "slot_size_bytes", "zero_copy_bytes", "skipped"),
+    *("workers", "num_workers", "left_as_is", "goes_back"),
+)
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Tensors that an engine holds in another dtype than they were sent in.
+
+    Attributes:
+        sent: The dtype that they came in.
+        held: The dtype that the engine has for them.
+        num_tensors: How many they are.
+        names: Of the first of them.
+    """
+
+    sent: str
+    held: str
+    num_tensors: int
+    names: tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
@@ -50,6 +74,8 @@ class WorkerReport:
         unverified: Names of the first of these.
         left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
         previous_version: What it had before; ``None`` for nothing that was pushed.
+        casts: What the engine holds in another dtype than it was sent in, by pairs of dtypes;
+            empty for a stream that was not known in advance.
     """
 
     engine: int
@@ -80,6 +106,7 @@ class WorkerReport:
     unverified: tuple[str, ...] = ()
     left_as_is: tuple[str, ...] = ()
     previous_version: str | None = None
+    casts: tuple[Cast, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +122,7 @@ class PushReport:
         is_dry_run: Everything was checked and nothing was written.
         num_tensors: Tensors sent; those that would be, in a dry run.
         num_bytes: Their bytes.
-        num_buckets: Buckets that carried them.
+        num_buckets: Buckets that carried them; 0 for a dry run.
         seconds: From the call to its return.
         transport: What carried them.
         transport_reason: Why that one.
@@ -148,11 +175,33 @@ class PushReport:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes of the tensors per second of the whole push, in 10^9 bytes."""
-        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+        """Bytes of the tensors per second of the whole push, in 10^9 bytes; 0 for a dry run."""
+        if self.is_dry_run or not self.seconds:
+            return 0.0
+        return self.num_bytes / self.seconds / 1e9
+
+    def __str__(self) -> str:
+        """Return what matters most, as one line."""
+        amount = f"{_bytes_text(self.num_bytes)} in {self.num_tensors} tensors"
+        if self.is_dry_run:
+            return (
+                f"{self._thing()} fits: {amount}, checked in {self.seconds:.3f} s, nothing written"
+            )
+        speed = f"{self.seconds:.3f} s, {self.gb_per_s:.2f} GB/s over {self.transport}"
+        return f"{self._thing()}: {amount}, {speed}, into {_counted(self.num_workers, 'worker')}"
+
+    def _thing(self) -> str:
+        return f"version {self.version!r}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as data that JSON can hold."""
+        """Return everything as data that JSON can hold; of a dry run, what it has found out."""
+        found = self._as_dict()
+        if self.is_dry_run:
+            for name in _NOT_OF_A_DRY_RUN:
+                del found[name]
+        return found
+
+    def _as_dict(self) -> dict[str, Any]:
         return asdict(self) | {
             "num_workers": self.num_workers,
             "gb_per_s": self.gb_per_s,
@@ -175,6 +224,9 @@ class AdapterReport(PushReport):
     lora_int_id: int
     lora_path: str
 
+    def _thing(self) -> str:
+        return f"adapter {self.name!r} version {self.version!r}"
+
     @property
     def request_kwargs(self) -> dict[str, Any]:
         """What vLLM's ``LoRARequest`` is made from: ``LoRARequest(**report.request_kwargs)``."""
@@ -183,6 +235,15 @@ class AdapterReport(PushReport):
             "lora_int_id": self.lora_int_id,
             "lora_path": self.lora_path,
         }
+
+
+def _bytes_text(num_bytes: int) -> str:
+    unit, name = next(one for one in _UNITS if num_bytes >= one[0] or one is _UNITS[-1])
+    return f"{num_bytes / unit:.3g} {name}" if unit > 1 else f"{num_bytes} bytes"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def adapter_report_of(
@@ -254,6 +315,7 @@ def report_of(
                 staged_on=peer.done.staged.place,
                 **_verified(peer.done.checked),
                 left_as_is=peer.done.left_as_is,
+                casts=tuple(Cast(**asdict_of(one)) for one in peer.done.casts),
                 previous_version=peer.holds(sender.update.adapter),
             )
             for peer in workers

@@ -30,7 +30,7 @@ class ReceiverMemory:
             views keep memory, so they end with the regions.
         dialer: The connection of the last update, if that was committed: its trainer may
             send the next one before this worker has said hello.
-        is_torn: An earlier update failed half-way and nothing has mended it yet.
+        is_torn: An earlier update failed half-way and nothing has repaired it yet.
     """
 
     regions: dict[str, OpenedRegion] = field(default_factory=dict)

@@ -119,7 +119,7 @@ class Sender:
     def engine_state(self) -> EngineState:
         """What the engines as a whole hold, as far as the workers said."""
         state = held_by(peer for peer in self.peers.values() if not peer.is_guessed)
-        # Whatever the others hold mends no torn one.
+        # Whatever the others hold repairs no torn one.
         is_unsure = self.is_unsure and state is not EngineState.TORN
         return EngineState.UNKNOWN if is_unsure else state
 

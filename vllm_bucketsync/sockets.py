@@ -312,7 +312,7 @@ def probe_listener(path: Path) -> int | None:
     try:
         found = path.lstat()
         if not stat.S_ISSOCK(found.st_mode):
-            raise PeerLostError(f"{path} is no socket; {advice}")
+            raise PeerLostError(f"{path} is not a socket; {advice}")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             # A full backlog means that somebody listens, but is slow.

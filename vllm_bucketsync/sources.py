@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .checkpoint import list_checkpoint, read_tensors
-from .errors import SourceError
+from .errors import SourceError, with_article
 from .layout import Manifest, TensorMeta
 from .names import Names
 from .recall import Described, Recall
@@ -120,7 +120,8 @@ def open_source(
             if not hasattr(given, "__array__"):
                 return Source(declared=None, tensors=_stream(given, names))
     raise SourceError(
-        f"a {_kind(given)} was given; expected a module, a state_dict, (name, tensor) pairs, or "
+        f"{with_article(_kind(given))} was given; expected a module, a state_dict, (name, "
+        "tensor) pairs, or "
         f"the path of a checkpoint"
     )
 
@@ -358,7 +359,7 @@ def _pair(item: object, position: int) -> tuple[object, object]:
         case (name, tensor) if isinstance(item, tuple | list):
             return name, tensor
     raise SourceError(
-        f"item {position} is a {_kind(item)}; expected (name, tensor), as from "
+        f"item {position} is {with_article(_kind(item))}; expected (name, tensor), as from "
         f"named_parameters() or state_dict().items()"
     )
 

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from .errors import SourceError
+from .errors import SourceError, with_article
 from .layout import MAX_DIMS, TensorMeta
 
 # Their bytes mean nothing without scales that a plain tensor cannot carry.
@@ -228,7 +228,7 @@ def _refuse_non_tensor(value: object) -> tuple[str, str]:
         advice = "send torch.from_numpy(…) of it"
     elif isinstance(value, int | float | complex):
         advice = "send torch.tensor(…) of it"
-    return f"is a {kind}; expected a torch.Tensor", advice
+    return f"is {with_article(kind)}; expected a torch.Tensor", advice
 
 
 def _refuse_subclass(value: torch.Tensor) -> tuple[str, str] | None:
@@ -236,10 +236,13 @@ def _refuse_subclass(value: torch.Tensor) -> tuple[str, str] | None:
     if nn.parameter.is_lazy(value):
         return f"is an {kind}: it has no shape yet", "run the module once to materialise it first"
     if value.is_nested:
-        return f"is a {kind} of layout nested; expected strided", "send it as dense tensors"
+        return (
+            f"is {with_article(kind)} of layout nested; expected strided",
+            "send it as dense tensors",
+        )
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"is a {kind}, which stands for other tensors and has no bytes of its own",
+            f"is {with_article(kind)}, which stands for other tensors and has no bytes of its own",
             "send those, or what it computes (dequantize(), wait())",
         )
     return None

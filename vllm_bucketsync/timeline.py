@@ -16,12 +16,15 @@ from .handles import Count, ShortText
 # What a trainer is about before and after its phases (``update.Phase``), and parts of those.
 EXAMINING, RETURNING = "examining", "returning"
 PACKING, WAITING_FOR_SLOT, MAKING = "packing", "waiting for a slot", "making tensors"
-# What a worker is about, and a part of that.
-WAITING, OPENING, LOADING, PREPARING = "waiting", "opening", "loading", "preparing"
-COMMITTING, ABORTING, PROCESSING = "committing", "aborting", "processing"
+# What a worker is about, and a part of that. An atomic update stages instead of loading.
+WAITING, OPENING, LOADING, STAGING = "waiting", "opening", "loading", "staging"
+PREPARING, COMMITTING, ABORTING = "preparing", "committing", "aborting"
+PROCESSING = "processing"
 # More are counted, but not kept one by one.
 MAX_SPANS = 16_384
 NO_BUCKET = -1
+# What a name may have to be told.
+_MAX_ABOUT_CHARS = 200
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +36,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         end_ns: When it ended.
         bucket: Which bucket it was about; ``NO_BUCKET`` for none.
         region: Which region holds that bucket.
+        about: Which module it was about; empty for none.
     """
 
     name: ShortText
@@ -40,6 +44,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end_ns: Count
     bucket: int = NO_BUCKET
     region: int = NO_BUCKET
+    about: ShortText = ""
 
 
 class Timeline:
@@ -81,13 +86,20 @@ class Timeline:
                 self.stages.append(Span(name, since_ns, now_ns, bucket, region))
 
     def note(
-        self, name: str, begin_ns: int, *, bucket: int = NO_BUCKET, region: int = NO_BUCKET
+        self,
+        name: str,
+        begin_ns: int,
+        *,
+        bucket: int = NO_BUCKET,
+        region: int = NO_BUCKET,
+        about: str = "",
     ) -> None:
         """Keep a part of a stage, which ends now."""
         end_ns = self.now()
         self.count(name, end_ns - begin_ns)
         if len(self.spans) < MAX_SPANS:
-            self.spans.append(Span(name, begin_ns, end_ns, bucket, region))
+            about = about[-_MAX_ABOUT_CHARS:]
+            self.spans.append(Span(name, begin_ns, end_ns, bucket, region, about))
 
     def count(self, name: str, duration_ns: int) -> None:
         """Add to what ``name`` took in all, without keeping when."""

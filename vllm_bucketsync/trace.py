@@ -118,10 +118,15 @@ def _process(
             "tid": process + _lane(span),
             "ts": (span.begin_ns - start_ns) / 1e3,
             "dur": (span.end_ns - span.begin_ns) / 1e3,
-            "args": {} if span.bucket == NO_BUCKET else {"bucket": span.bucket},
+            "args": _arguments(span),
         }
         for span in spans
     ]
+
+
+def _arguments(span: Span) -> dict[str, str | int]:
+    found: dict[str, str | int] = {} if span.bucket == NO_BUCKET else {"bucket": span.bucket}
+    return found | {"module": span.about} if span.about else found
 
 
 def _about(kind: str, process: int, lane: int, **what: str | int) -> Event:

@@ -43,7 +43,7 @@ def check_newer(version: str, held: Iterable[str | None]) -> None:
     """Refuse a version that is not newer than what one engine holds.
 
     An engine whose workers hold different versions is given the newest of them again:
-    that mends it.
+    that repairs it.
 
     Args:
         version: What is to be sent, as ``check_ordered`` has let it pass.
@@ -58,7 +58,7 @@ def check_newer(version: str, held: Iterable[str | None]) -> None:
     if strange is not None:
         raise ConfigError(
             f"require_newer=True cannot compare version {version!r} with {strange!r}, which the "
-            f"engine holds and which is no whole number; push once without require_newer"
+            f"engine holds and which is not a whole number; push once without require_newer"
         )
     numbers = [number_of(old) for old in olds]
     known = [number for number in numbers if number is not None]

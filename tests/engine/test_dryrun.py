@@ -154,8 +154,8 @@ def test_all_faults_are_found_in_one_pass_first_things_first(world: World) -> No
         (
             "model.layers.0.self_attn.qkv_proj.weight would get 10240/20480 elements: of its "
             "parts only 'model.layers.0.self_attn.k_proj.weight', "
-            "'model.layers.0.self_attn.v_proj.weight' came; a module that is loaded has to be "
-            "loaded whole; send the rest of it"
+            "'model.layers.0.self_attn.v_proj.weight' came; a module is sent as a whole, or "
+            "not at all where partial= names it; send the rest of it"
         ),
         (
             "model.layers.1.input_layernorm.weight (64,) of the engine would get no value; send "
@@ -228,6 +228,23 @@ def test_too_many_faults_are_cut_short(world: World) -> None:
 
     assert isinstance(error, UnknownTensorError)
     assert len(error.problems) <= MAX_PROBLEMS + 1
+
+
+@qwen3
+def test_a_prefix_that_every_name_has_is_told_once_with_what_to_do(world: World) -> None:
+    right = world.tensors(1)
+
+    error = _refusal(world, {f"actor.{name}": one for name, one in right.items()})
+
+    hint = (
+        f"all {len(right)} names start with 'actor.', and those of the engine do not; remove it "
+        f"with rename="
+    )
+    assert str(error).splitlines()[1].strip() == hint
+    # Not where only some have it, nor where the names are wrong without it, too.
+    some = {f"actor.{name}" if "mlp" in name else name: one for name, one in right.items()}
+    others = {f"actor.{name}.w": one for name, one in right.items()}
+    assert "names start with" not in str(_refusal(world, some)) + str(_refusal(world, others))
 
 
 @qwen3

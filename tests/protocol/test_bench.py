@@ -140,6 +140,7 @@ def test_updates_into_each_target_are_traced_and_drawn(tmp_path: Path) -> None:
     for text in (*(f"warm update ({target})" for target in TARGETS), "two memcpys", "median"):
         assert text in drawn_text
     assert "trace updates (model)" in run.stderr
+    assert all(f"wrote {path}" in run.stderr for path in files.values())
 
 
 def test_nothing_is_traced_that_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +164,9 @@ def test_a_size_that_is_none_is_a_usage_error(
         cli.main(["bench", "transfer", f"--size={size}"])
 
     assert ended.value.code == ExitCode.USAGE
-    assert f"{size!r} is no size; expected bytes, or a number with KiB" in capsys.readouterr().err
+    assert (
+        f"{size!r} is not a size; expected bytes, or a number with KiB" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_a_process_that_hangs_is_killed_at_the_deadline() -> None:
         os.kill(helper.pid, signal.SIGSTOP)
         begin_s = time.monotonic()
 
-        with pytest.raises(HelperError, match="no answer to 'devices' within 1 s"):
+        with pytest.raises(HelperError, match="no answer to 'devices' in the"):
             helper.ask("devices", timeout_s=1.0)
 
         assert time.monotonic() - begin_s < 20

@@ -111,7 +111,7 @@ def test_a_stopped_engine_keeps_the_other_from_committing() -> None:
 def test_an_in_process_engine_is_only_updated_alone() -> None:
     with pytest.raises(ConfigError, match="alone"):
         WeightSync([ThreadEngine(is_in_process=True), ThreadEngine()])
-    with pytest.raises(ConfigError, match="no engine was named"):
+    with pytest.raises(ConfigError, match="no engine was given"):
         WeightSync([])
 
 

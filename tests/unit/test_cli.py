@@ -25,6 +25,28 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"vllm-bucketsync {vllm_bucketsync.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["statsu"], "did you mean status?"),
+        (["push", "folder", "--url", "u", "--dryrun"], "did you mean --dry-run?"),
+        (["push", "folder", "--url", "u", "--parital=*"], "did you mean --partial?"),
+        (["push", "folder", "--url", "u", "--pause", "keeps"], "did you mean keep?"),
+        (["bench", "transfr"], "did you mean transfer?"),
+        (["bench", "engine", "--modle", "8b"], "did you mean --model?"),
+        (["--versoin", "demo"], "did you mean --version?"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+
+    assert ended.value.code == ExitCode.USAGE
+    assert capsys.readouterr().err.rstrip().endswith(meant)
+
+
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["demo", "--no-such-option"]])
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from rich.console import Console
 
 from vllm_bucketsync import cli, sync
+from vllm_bucketsync.cli import status
 from vllm_bucketsync.cli.exits import ExitCode
 from vllm_bucketsync.cli.push import PAUSE_MODES, VERIFY_MODES
 from vllm_bucketsync.cli.servers import PLUGINS, plugins
+from vllm_bucketsync.cli.tables import status_table
 from vllm_bucketsync.clients.base import PauseMode
 from vllm_bucketsync.config import Verify
+from vllm_bucketsync.doctor import server
 from vllm_bucketsync.errors import (
     BucketSyncError,
     EngineBusyError,
@@ -93,6 +97,7 @@ class Fake:
         self.act: Callable[[dict[str, Any]], None] = lambda _: None
         self.report = REPORT
         self.workers: list[dict[str, Any]] = [STATUS]
+        self.held: dict[str, str] = {}
         self.is_closed = False
 
     def __call__(self, engine: object, **options: Any) -> Self:
@@ -120,6 +125,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     found = Fake()
+    monkeypatch.setattr(server, "held_back", lambda url, api_key: found.held.get(url, ""))
     monkeypatch.setattr(sync, "WeightSync", found)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     return found
@@ -145,6 +151,7 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
         "version": "step-1",
         "require_newer": False,
         "partial": [],
+        "rename": None,
         "dry_run": False,
         "pause": "wait",
         "atomic": False,
@@ -153,7 +160,9 @@ def test_a_push_is_named_after_its_folder_and_waits_for_requests(
     }
     assert fake.is_closed
     out, err = capsys.readouterr()
-    assert f"push {folder} as 'step-1' (0.0 s)" in err
+    begun, done = (line for line in err.splitlines() if line.startswith("push "))
+    assert begun == f"push {folder} as 'step-1' …"
+    assert done == f"push {folder} as 'step-1': done in 0.0 s"
     for text in ("1,024", "(bucketsync_http)", "'step-[1]'", "[of this host]", "one note"):
         assert text in out
 
@@ -251,7 +260,7 @@ def test_a_dry_run_says_that_nothing_was_written(
 
     out, err = capsys.readouterr()
     assert "The dry run of" in out
-    assert "nothing: it was only checked" in out
+    assert "nothing; it fits the engine" in out
     assert err.startswith("check ")
 
 
@@ -275,6 +284,39 @@ def test_an_error_is_told_in_the_words_of_the_command_line(
     assert cli.main(push) == ExitCode.FAILED
     told = "name it in --partial, or raise VLLM_BUCKETSYNC_CONNECT_TIMEOUT_S"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "renamed"),
+    [
+        (["--strip-prefix", "actor."], {"actor.a": "a", "b": "b", "x.actor.a": "x.actor.a"}),
+        (["--rename", "actor.=model."], {"actor.a": "model.a", "b": "b"}),
+        (["--rename", "a.b.=c.", "--strip-prefix", "a."], {"a.b.w": "c.w", "a.w": "w"}),
+        (["--strip-prefix", "a.", "--rename", "a.b.=c."], {"a.b.w": "b.w"}),
+    ],
+)
+@pytest.mark.parametrize("command", ["push", "push-lora"])
+def test_prefixes_of_names_are_replaced_by_the_first_that_fits(
+    fake: Fake, push: list[str], command: str, options: list[str], renamed: dict[str, str]
+) -> None:
+    named = ["--name", "policy"] if command == "push-lora" else []
+
+    assert cli.main([command, *push[1:], *named, *options]) == ExitCode.OK
+
+    rename = fake.pushed[0]["rename"]
+    assert {name: rename(name) for name in renamed} == renamed
+
+
+@pytest.mark.parametrize("pair", ["actor.", "=model.", ""])
+def test_a_rename_is_a_pair(
+    fake: Fake, push: list[str], pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*push, "--rename", pair])
+
+    assert ended.value.code == ExitCode.USAGE
+    assert "is not OLD=NEW, as in actor.=model." in capsys.readouterr().err
+    assert fake.pushed == []
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -317,7 +359,7 @@ def test_a_folder_that_is_none_is_a_usage_error_and_nobody_is_asked(
     assert cli.main(["push", "/no/such/folder", "--url", URL]) == ExitCode.USAGE
 
     assert fake.made == {}
-    assert "'/no/such/folder' is no folder or file" in capsys.readouterr().err
+    assert "'/no/such/folder' does not exist on this machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -326,7 +368,12 @@ def test_a_folder_that_is_none_is_a_usage_error_and_nobody_is_asked(
         (SourceError("it is empty"), None, ExitCode.FAILED, "no update had begun"),
         (UnknownTensorError("no x"), EngineState.UNCHANGED, ExitCode.FAILED, "what it held before"),
         (UnsupportedError("old"), EngineState.UNCHANGED, ExitCode.UNAVAILABLE, "held before"),
-        (BucketSyncError("gone"), EngineState.TORN, ExitCode.FAILED, "a complete push mends it"),
+        (
+            BucketSyncError("gone"),
+            EngineState.TORN,
+            ExitCode.FAILED,
+            "complete push repairs it",
+        ),
         (EngineBusyError("hm"), EngineState.COMMITTED, ExitCode.FAILED, "has the new weights all"),
         (EngineBusyError("hm"), EngineState.UNKNOWN, ExitCode.FAILED, "vllm-bucketsync status"),
     ],
@@ -349,8 +396,8 @@ def test_an_error_ends_with_what_the_engine_holds(
     assert cli.main(push) == code
     out, err = capsys.readouterr()
     assert out == ""
-    (line,) = err.splitlines()
-    assert str(error) in line
+    _, line = err.splitlines()
+    assert error.message in line
     assert holds in line
     assert code is not ExitCode.FAILED or f"{type(error).__name__}: " in line
 
@@ -372,7 +419,7 @@ def test_a_url_that_is_none_is_a_usage_error(
     arguments = push if command == "push" else ["status", "--url", URL]
 
     assert cli.main([*arguments[:-1], "localhost:8000"]) == ExitCode.USAGE
-    assert "'localhost:8000' is no base URL" in capsys.readouterr().err
+    assert "'localhost:8000' is not a server's URL" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_what_push_noted(
@@ -431,22 +478,87 @@ def test_a_hangup_that_is_ignored_stays_ignored(fake: Fake, push: list[str]) -> 
         signal.signal(signal.SIGHUP, previous)
 
 
-def test_status_shows_every_worker(
-    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+WORKERS = [
+    STATUS
+    | {
+        "transport": "cuda_ipc",
+        "version": "run-17/checkpoint-with-a-long-name-000100",
+        "adapters": [{"name": "policy", "version": "7"}, {"name": "judge", "version": "1"}],
+    },
+    STATUS | {"engine": 1, "dp_index": 2, "version": None, "transport": None},
+]
+
+
+def test_status_in_a_pipe_is_a_line_for_each_worker_with_nothing_cut(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    adapters = [{"name": "policy", "version": "7"}, {"name": "judge", "version": "1"}]
-    fake.workers = [
-        STATUS | {"transport": "cuda_ipc", "adapters": adapters},
-        STATUS | {"engine": 1, "dp_index": 2, "version": None, "transport": None},
-    ]
+    fake.workers = WORKERS
 
     assert cli.main(["status", "--url", URL, "--url", "http://other"]) == ExitCode.OK
+
     assert fake.made["engine"] == [URL, "http://other"]
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    first = ["0", "0", "0", "4711", "cpu", "step-1", "whole", "3", "1"]
-    assert [*first, "cuda_ipc", "policy@7,", "judge@1"] in rows
-    assert ["1", "2", "0", "4711", "cpu", "initial", "whole", "3", "1"] in rows
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == (
+        "engine 0  dp 0  rank 0  pid 4711  device cpu  version run-17/checkpoint-with-a-"
+        "long-name-000100  state whole  updates 3  failed 1  transport cuda_ipc  "
+        "adapters policy@7, judge@1"
+    )
+    assert second == (
+        "engine 1  dp 2  rank 0  pid 4711  device cpu  version initial  state whole  "
+        "updates 3  failed 1"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("workers", [WORKERS, [STATUS]], ids=["long names", "short names"])
+def test_status_on_a_terminal_is_a_table_where_that_fits_and_nothing_is_cut(
+    width: int, workers: list[dict[str, Any]]
+) -> None:
+    console = Console(width=width, force_terminal=True, color_system=None, record=True)
+
+    status.show(console, workers)
+
+    text = console.export_text()
+    is_table = "What the workers hold" in text
+    assert is_table == (width == 200 or len(workers) == 1)
+    assert "…" not in text
+    assert not is_table or max(map(len, text.splitlines())) <= width
+    names = ["whole", workers[0]["version"]]
+    names += ["policy@7, judge@1", "cuda_ipc"] if len(workers) > 1 else []
+    assert all(name in text for name in names)
+
+
+def test_status_of_one_engine_without_replicas_leaves_their_columns_out() -> None:
+    told = [str(column.header) for column in status_table([STATUS, STATUS | {"rank": 1}]).columns]
+
+    assert told[:3] == ["rank", "pid", "device"]
+
+
+@pytest.mark.parametrize(
+    ("what", "state"),
+    [
+        ({"is_torn": True}, "torn"),
+        ({"is_asleep": True}, "asleep"),
+        ({"left_as_is": ["*.norm"]}, "partly older"),
+    ],
+)
+def test_status_names_the_state_of_a_worker(
+    fake: Fake, what: dict[str, Any], state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.workers = [STATUS | what]
+
+    cli.main(["status", "--url", URL])
+
+    assert f"state {state}  " in capsys.readouterr().out
+
+
+def test_status_says_which_server_holds_requests_back(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.held = {"http://other": "it is paused"}
+
+    assert cli.main(["status", "--url", URL, "--url", "http://other"]) == ExitCode.OK
+    assert capsys.readouterr().err == "http://other: requests are held back: it is paused\n"
 
 
 def test_status_as_json_is_what_the_workers_say(

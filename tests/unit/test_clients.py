@@ -136,7 +136,7 @@ def test_what_is_no_base_url_is_refused_at_once(url: str) -> None:
 
 @pytest.mark.parametrize("engine", [None, 7, object(), object])
 def test_what_is_no_engine_is_refused_by_its_type(engine: object) -> None:
-    with pytest.raises(ConfigError, match=f"{type(engine).__name__} is no engine"):
+    with pytest.raises(ConfigError, match=f"{type(engine).__name__} is not an engine"):
         connect(engine)
 
 

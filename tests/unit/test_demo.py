@@ -100,7 +100,7 @@ def test_a_step_is_a_line_where_there_is_no_terminal(capsys: pytest.CaptureFixtu
     with Steps(Console()) as steps, steps.step("build") as advance:
         advance(1, 2)
 
-    assert capsys.readouterr().out.startswith("build (0.0 s)")
+    assert capsys.readouterr().out == "build …\nbuild: done in 0.0 s\n"
 
 
 def test_on_a_terminal_a_step_shows_how_much_is_done() -> None:
@@ -149,4 +149,4 @@ def test_engines_are_stopped_all_at_once_and_an_interruption_says_so_first(
 
     assert done == ["asked", "asked", "stopped", "stopped"]
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("interrupted: stopping" if error else "stop the engines (")
+    assert first.startswith("interrupted: stopping" if error else "stop the engines …")

@@ -177,7 +177,7 @@ def test_workers_that_cannot_serve_or_be_pushed_to_are_a_failure(
 
 @pytest.mark.parametrize(
     ("said", "text"),
-    [({"is_paused": True}, "it is paused"), ({"is_updating": True}, "an update runs")],
+    [({"is_paused": True}, "it is paused"), ({"is_updating": True}, "an update is running")],
 )
 def test_requests_that_are_held_back_are_warned_of(
     fake: Fake, said: dict[str, Any], text: str

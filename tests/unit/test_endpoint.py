@@ -146,13 +146,13 @@ def test_a_failed_update_is_an_answer_and_is_counted(
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (b"", "no update"),
-        (b"{", "no update"),
+        (b"", "not a valid update"),
+        (b"{", "not a valid update"),
         (b"[]", "Expected `object`"),
         (b"{}", "missing required field"),
         (b'{"offer": {"protocol": "1"}}', "Expected `int`"),
-        (b"\xff\xfe", "no update"),
-        (b"[" * 60_000, "no update"),
+        (b"\xff\xfe", "not a valid update"),
+        (b"[" * 60_000, "not a valid update"),
         (b'{"more": 1}', "unknown field"),
     ],
 )
@@ -270,6 +270,23 @@ def test_requests_that_do_not_end_in_time_let_the_engine_go_on(
     assert "connect_timeout_s" in answer.json()["detail"]
     assert engine.asked == ["resume"]
     assert metric("failures_total") == failures + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "num_failed"), [(None, 0), ({"code": "unknown_tensor", "message": "no place"}, 1)]
+)
+def test_a_dry_run_that_failed_is_counted_as_the_workers_count_it_and_no_other(
+    server: TestClient, engine: FakeEngineClient, error: dict[str, str] | None, num_failed: int
+) -> None:
+    names = ("failures_total", "updates_total", "update_seconds_count")
+    before = [metric(name) for name in names]
+    answer = {"ok": error is None, "state": "unchanged", "error": error}
+    engine.results = [answer, answer]
+
+    server.post("update", json=UPDATE | {"pause": None})
+
+    after = [metric(name) - value for name, value in zip(names, before, strict=True)]
+    assert after == [num_failed, 0, 0]
 
 
 def test_a_dry_run_pauses_nothing_and_drops_nothing(

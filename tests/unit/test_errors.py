@@ -174,6 +174,28 @@ def pickled(error: BucketSyncError) -> BucketSyncError:
     return copied
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, ""),
+        (EngineState.UNCHANGED, ""),
+        (EngineState.TORN, " (the engine is torn; push again to repair it)"),
+        (EngineState.COMMITTED, " (the engine has the new weights all the same)"),
+        (EngineState.UNKNOWN, " (what the engine holds is unknown; ask status())"),
+    ],
+)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda e: type(e).__name__)
+def test_the_text_of_an_error_says_what_the_engine_holds_unless_it_is_unchanged(
+    sample: BucketSyncError, state: EngineState | None, said: str
+) -> None:
+    error = copy.copy(sample)
+    error.engine_state = state
+
+    assert str(error) == str(sample) + said
+    # The wire and the command line have other words for the state.
+    assert errors.to_wire(error)[1] == error.message == str(sample)
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("copied", [pickled, copy.copy, copy.deepcopy])
 def test_an_error_comes_whole_out_of_a_trainers_process_pool(
@@ -188,7 +210,7 @@ def test_an_error_comes_whole_out_of_a_trainers_process_pool(
     found = copied(error)
 
     assert type(found) is type(sample)
-    assert str(found) == str(sample)
+    assert (str(found), found.message) == (str(error), str(sample))
     assert vars(found) == vars(error)
     assert found.__notes__ == ["a note"]
     assert getattr(found, "errno", None) == getattr(error, "errno", None)

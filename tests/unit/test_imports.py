@@ -61,8 +61,8 @@ def test_the_trainer_s_side_works_where_vllm_is_missing() -> None:
 
 
 PACKAGE = Path(vllm_bucketsync.__file__).parent
-# What runs in an engine's processes, or starts the engine that it measures.
-KNOW_VLLM = ("worker/", "bench/engine/", "endpoint.py")
+# What runs in an engine's processes, or starts an engine itself.
+KNOW_VLLM = ("worker/", "bench/engine/", "examples/", "endpoint.py")
 
 
 def imported_anywhere(path: Path) -> set[str]:

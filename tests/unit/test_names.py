@@ -91,7 +91,7 @@ def test_two_names_that_rename_makes_the_same_are_refused_with_both() -> None:
     [
         ("", "name is empty"),
         (None, "name is None, a NoneType; expected a str"),
-        (3, "name is 3, a int; expected a str"),
+        (3, "name is 3, an int; expected a str"),
         (b"a", "name is b'a', a bytes; expected a str"),
         ("x" * (MAX_NAME_BYTES + 1), "has 1025 bytes; at most 1024"),
         ("é" * 513, "has 1026 bytes; at most 1024"),

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from support import readme
 
 import vllm_bucketsync
 from vllm_bucketsync import cli, config, endpoint, receiver, serve, timeline
@@ -27,7 +28,7 @@ from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.update import Phase
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text()
+TEXT = readme.TEXT
 CI_LINES = (ROOT / ".ci" / "run").read_text().splitlines()
 VENV_LINES = ["python3 -m venv .venv", ". .venv/bin/activate"]
 
@@ -65,11 +66,86 @@ def test_the_demo_command_installs_what_ci_does_and_starts_the_demo() -> None:
     assert install[3] in CI_LINES
 
 
-PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-SHELL = re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
+PROGRAMS, SHELL = readme.blocks("python"), readme.blocks("sh")
+_SERVER = "engine/test_readme_server.py"
+_PROGRAM = "engine/test_readme_program.py"
+# The test that runs each block, by what the block begins with.
+RUN_BY = {
+    "from vllm_bucketsync import WeightSync\n\nwith WeightSync(": (
+        f"{_SERVER}::test_the_program_at_the_top_pushes_a_checkpoint"
+    ),
+    # CI runs these lines themselves: the tests say so.
+    "python3 -m venv .venv && . .venv/bin/activate && pip install '.[cpu]'": (
+        "unit/test_readme.py::test_the_demo_command_installs_what_ci_does_and_starts_the_demo"
+    ),
+    "python3 -m venv .venv && . .venv/bin/activate && pip install '.[cpu,test]'": (
+        "unit/test_readme.py::test_the_test_command_is_what_ci_runs_after_the_same_installation"
+    ),
+    "python3 -m venv .venv && . .venv/bin/activate && pip install -e": (
+        "unit/test_readme.py::test_the_commands_for_development_are_those_of_ci"
+    ),
+    "export VLLM_API_KEY=": f"{_SERVER}::served",
+    "from transformers import AutoModelForCausalLM\n": (
+        f"{_SERVER}::test_the_trainer_s_program_pushes_its_model_and_prints_reports"
+    ),
+    "from vllm import LLM": (
+        f"{_PROGRAM}::test_the_program_with_an_llm_object_generates_with_the_new_weights"
+    ),
+    "from peft import": f"{_PROGRAM}::test_the_program_with_an_adapter_generates_with_it",
+    "from vllm_bucketsync import WeightSync\n\nservers": (
+        f"{_SERVER}::test_the_program_for_several_servers_updates_both"
+    ),
+    "from vllm_bucketsync import WeightSync\n\n\nasync def": (
+        f"{_PROGRAM}::test_the_async_program_updates_an_async_engine"
+    ),
+    # The adapter's form differs in a switch, which the unit tests follow to the trainer.
+    "vllm-bucketsync example rl\n": (
+        "engine/test_example.py::test_the_command_trains_draws_and_leaves_no_process_behind"
+    ),
+    "vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --dry-run": (
+        f"{_SERVER}::test_the_commands_for_servers_check_push_and_tell"
+    ),
+    "vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --trace": (
+        f"{_SERVER}::test_the_command_for_a_trace_writes_one"
+    ),
+    "vllm-bucketsync doctor\n": f"{_SERVER}::test_the_doctor_s_commands_find_nothing_wrong",
+    # With fewer bytes and models; those for a GPU in gpu/test_bench.py.
+    "vllm-bucketsync bench transfer": (
+        "protocol/test_bench.py::test_updates_into_each_target_are_traced_and_drawn"
+    ),
+}
 OUR_COMMANDS = [
     line for block in SHELL for line in block.splitlines() if line.startswith("vllm-bucketsync ")
 ]
+
+
+def test_every_block_is_run_by_a_test_that_exists() -> None:
+    claims = {
+        block: [test for beginning, test in RUN_BY.items() if block.startswith(beginning)]
+        for block in (*PROGRAMS, *SHELL)
+    }
+
+    assert [block for block, tests in claims.items() if len(tests) != 1] == []
+    claimed = {test for tests in claims.values() for test in tests}
+    assert claimed == set(RUN_BY.values())
+    for test in claimed:
+        file, name = test.split("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert name in defined, test
+    # No other block than these two kinds, and the drawing.
+    assert TEXT.count("\n```") == 2 * (len(PROGRAMS) + len(SHELL) + 1)
+
+
+def test_the_commands_for_development_are_those_of_ci() -> None:
+    (block,) = blocks("sh", "Development")
+    install, tests, checks, everything, *_ = block.strip().splitlines()
+
+    assert commands(install)[:2] == VENV_LINES
+    assert commands(install)[3] in CI_LINES
+    assert tests.split("#")[0].split() == ["bash", ".ci/test", "tests/unit"]
+    assert all(command in CI_LINES for command in commands(checks))
+    assert (ROOT / everything.split("#")[0].split()[1]).is_file()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -214,7 +290,8 @@ def test_every_stage_is_listed_in_its_order_with_the_end_that_has_it() -> None:
     # A worker that aborts has no report, and says nothing of its time.
     stages = [name for name in receiver._STAGES.values() if name != timeline.ABORTING]
     worker = list(dict.fromkeys([timeline.WAITING, *stages]))
-    worker.insert(worker.index(timeline.LOADING) + 1, timeline.PROCESSING)
+    at = worker.index(timeline.LOADING) + 1
+    worker[at:at] = [timeline.PROCESSING, timeline.STAGING]
     assert listed == {
         "the trainer": [
             *(timeline.EXAMINING, *phases[:after], *parts),
@@ -241,3 +318,17 @@ def test_every_setting_is_listed_with_its_variable() -> None:
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_is_listed(command: str) -> None:
     assert re.search(rf"^\| `vllm-bucketsync {command}\b", TEXT, flags=re.MULTILINE)
+
+
+def test_every_link_within_the_readme_leads_to_a_heading_and_contents_name_every_section() -> None:
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    headings = re.findall(r"^(#{2,3}) (.*)$", prose, flags=re.MULTILINE)
+
+    def anchor(heading: str) -> str:
+        return re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-")
+
+    links = re.findall(r"\]\(#([\w-]+)\)", prose)
+    assert set(links) <= {anchor(heading) for _, heading in headings}
+    contents = prose.split("\n## Contents\n", 1)[1].split("\n## ", 1)[0]
+    sections = [anchor(text) for level, text in headings if level == "##"][2:]
+    assert sorted(re.findall(r"\]\(#([\w-]+)\)", contents)) == sorted(sections)

@@ -948,6 +948,18 @@ def test_a_report_of_the_sink_is_what_the_worker_says_at_the_end(world: World) -
     assert done.spans == ()
 
 
+def test_an_atomic_update_is_staged_and_not_loaded_until_the_commit(world: World) -> None:
+    pairs = byte_pairs(300, 700)
+    commands = commands_of(
+        world.slots, pairs, manifest=manifest_of(pairs), is_declared=True, is_atomic=True
+    )
+
+    done = feed(greeted(world.memory), commands)[-1]
+
+    assert isinstance(done, Done)
+    assert set(done.stages_ms) == {"waiting", "opening", "staging", "preparing", "committing"}
+
+
 def test_only_the_manifests_used_last_are_kept_and_a_warm_update_needs_no_metas(
     world: World,
 ) -> None:

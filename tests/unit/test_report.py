@@ -63,6 +63,25 @@ def test_a_report_is_json_with_every_field_and_what_follows_from_them() -> None:
     assert found["skipped"] == ["rope"]
 
 
+def test_a_report_prints_as_one_line_of_what_matters() -> None:
+    assert str(report()) == (
+        "version '1': 3 GB in 2 tensors, 1.500 s, 2.00 GB/s over shm, into 2 workers"
+    )
+    assert str(report(num_bytes=12, workers=(WORKER,), version="a")) == (
+        "version 'a': 12 bytes in 2 tensors, 1.500 s, 0.00 GB/s over shm, into 1 worker"
+    )
+
+
+def test_a_dry_run_s_report_has_nothing_that_only_an_update_could_know() -> None:
+    dry = report(is_dry_run=True, num_buckets=0, slot_size_bytes=0, workers=())
+
+    found = json.loads(json.dumps(dry.as_dict(), allow_nan=False))
+    assert str(dry) == ("version '1' fits: 3 GB in 2 tensors, checked in 1.500 s, nothing written")
+    assert dry.gb_per_s == 0.0
+    assert {"num_buckets", "gb_per_s", "slot_size_bytes", "workers"} & set(found) == set()
+    assert {"num_tensors", "num_bytes", "transport", "previous_version"} <= set(found)
+
+
 def test_an_update_that_took_no_time_has_no_speed() -> None:
     assert report(seconds=0.0).gb_per_s == 0.0
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support.stepping import WISH, byte_pairs, commands_of, feed, greeted, manifest_of, shm_slots
@@ -19,6 +20,7 @@ from support.thread_engine import KeepingSink, ThreadEngine
 from support.traces import bars_of, check_update, named, of_end, stages_of
 
 from vllm_bucketsync import receiver, timeline
+from vllm_bucketsync import trace as trace_of
 from vllm_bucketsync.arguments import check_trace
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import ConfigError, LoadError, RegionError, SourceError
@@ -196,7 +198,7 @@ def test_a_worker_that_fails_leaves_a_trace_with_its_error(target: Path) -> None
     found = read(target)
     names = [bar.name for bar in stages_of(check_update(found))]
     assert names[-2:] == ["finishing", "aborting"]
-    assert found["otherData"]["error"] == "two parts are missing"
+    assert found["otherData"]["error"].startswith("two parts are missing (the engine is torn")
 
 
 def test_a_failure_before_anybody_was_asked_leaves_a_trace_with_its_error(
@@ -340,3 +342,21 @@ def test_a_worker_says_when_in_the_order_in_which_it_was(tmp_path: Path) -> None
     assert [span.name for span in done.spans[1::2]] == stages
     assert {span.name for span in done.spans[::2]} == {"waiting"}
     assert [span.begin_ns for span in done.spans] == sorted(span.begin_ns for span in done.spans)
+
+
+def test_a_span_that_is_about_a_module_names_it() -> None:
+    span = timeline.Span("processing", 1_000, 3_000, about="model.layers.0.mlp")
+
+    *_, event = trace_of._process(1, "worker", [span], start_ns=0, placed=None)
+
+    assert (event["name"], event["args"]) == ("processing", {"module": "model.layers.0.mlp"})
+
+
+def test_a_name_of_any_length_travels() -> None:
+    line = timeline.Timeline()
+
+    line.note("processing", line.now(), about="a" * 1000 + "b")
+
+    (span,) = line.spans
+    assert span.about.endswith("ab")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(span), type=timeline.Span) == span

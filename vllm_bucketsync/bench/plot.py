@@ -1,8 +1,9 @@
 """A picture of where an update's time goes, and of its speed beside a plain copy's.
 
 Above, each way's trace: one row for what an end was about and one for each of its slots,
-with the buckets' numbers. Below, GB/s of every run. Colours are Okabe's and Ito's, which
-people who see fewer colours can tell apart, and what matters differs in its pattern, too.
+with the buckets' numbers; what goes on in a slot is pale in the end's own row. Below, GB/s of
+every run. Colors are Okabe's and Ito's, which people who see fewer colors can tell apart, and
+what matters differs in its pattern, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from statistics import median
 from typing import Any
 
 from vllm_bucketsync.errors import ConfigError, UnsupportedError
-from vllm_bucketsync.timeline import LOADING, PACKING, PROCESSING, WAITING, WAITING_FOR_SLOT
+from vllm_bucketsync.timeline import (
+    LOADING,
+    PACKING,
+    PROCESSING,
+    STAGING,
+    WAITING,
+    WAITING_FOR_SLOT,
+)
 from vllm_bucketsync.trace import Trace
 
 SUFFIXES = (".png", ".svg")
@@ -37,9 +45,10 @@ _LEGEND = {
     WAITING: "waiting for the other end",
     _OTHER: "other stages",
 }
-_KINDS = {name: name for name in _LOOKS} | {WAITING_FOR_SLOT: WAITING}
-# It holds what is drawn in the slots' rows.
-_NOT_DRAWN = "streaming"
+_KINDS = {name: name for name in _LOOKS} | {WAITING_FOR_SLOT: WAITING, STAGING: LOADING}
+# It holds what is drawn in the slots' rows, and is pale itself.
+_STREAMING = "streaming"
+_PALE = 0.25
 _DARK = frozenset({PACKING, _OTHER})
 # Of a lane's row, and parts of the whole width that text needs.
 _HEIGHT, _NUMBER_WIDTH, _LETTER_WIDTH = 0.8, 0.011, 0.009
@@ -127,6 +136,18 @@ def draw(picture: Picture, path: Path) -> None:
 def _draw_trace(axes: Any, name: str, trace: Trace, *, end_ms: float) -> None:
     lanes = _lanes_of(trace)
     rows = {lane: row for row, lane in enumerate(lanes)}
+    for event in _pale_of(trace):
+        fill, _ = _LOOKS[_kind_of(event)]
+        axes.barh(
+            rows[event["pid"]],
+            event["dur"] / 1e3,
+            left=event["ts"] / 1e3,
+            height=_HEIGHT,
+            color=fill,
+            alpha=_PALE,
+            linewidth=0,
+            zorder=1.5,
+        )
     for event in _bars_of(trace):
         begin_ms, width_ms = event["ts"] / 1e3, event["dur"] / 1e3
         row, kind = rows[event["tid"]], _kind_of(event)
@@ -144,11 +165,9 @@ def _draw_trace(axes: Any, name: str, trace: Trace, *, end_ms: float) -> None:
             zorder=3 if kind == PROCESSING else 2,
         )
         text = _text_of(event, share=width_ms / end_ms)
-        colour = "white" if kind in _DARK else _INK
+        color = "white" if kind in _DARK else _INK
         middle = begin_ms + width_ms / 2
-        axes.text(
-            *(middle, row, text), ha="center", va="center", fontsize=7, color=colour, zorder=4
-        )
+        axes.text(*(middle, row, text), ha="center", va="center", fontsize=7, color=color, zorder=4)
     axes.set_yticks(range(len(lanes)), lanes.values())
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, end_ms * 1.01)
@@ -162,11 +181,12 @@ def _draw_speeds(axes: Any, speeds: Sequence[Speeds]) -> None:
         looks = {"color": "#E5E5E5", "hatch": "////", "edgecolor": "#9A9A9A"}
         axes.barh(row, middle, height=0.6, **(looks if one.is_floor else {"color": "#56B4E9"}))
         axes.plot(one.gb_per_s, [row] * len(one.gb_per_s), "o", color=_INK, ms=3, alpha=0.7)
+        # Beside the axes: next to a dot it would seem to be that run's.
         axes.annotate(
             f"median {middle:.3g} GB/s",
-            (max(one.gb_per_s), row),
-            xytext=(8, 0),
-            textcoords="offset points",
+            (1.01, row),
+            xycoords=("axes fraction", "data"),
+            annotation_clip=False,
             va="center",
             fontsize=8,
         )
@@ -177,13 +197,12 @@ def _draw_speeds(axes: Any, speeds: Sequence[Speeds]) -> None:
     is_log = fastest > _LOG_FROM * slowest
     if is_log:
         axes.set_xscale("log")
-    # Room for the numbers beside the fastest.
-    axes.set_xlim(slowest / 2 if is_log else 0, fastest * (3 if is_log else 1.12))
+    axes.set_xlim(slowest / 2 if is_log else 0, fastest * (2 if is_log else 1.05))
     axes.set_yticks(range(len(speeds)), [one.name for one in speeds])
     axes.set_ylim(len(speeds) - 0.4, -0.6)
     axes.set_xlabel(f"GB/s{' (logarithmic)' if is_log else ''}; a dot for each run", fontsize=8)
     axes.set_title(
-        "bytes of the weights per second: medians, and what a plain copy reaches (dashed)",
+        "speed: bars are medians; the dashed line is what a plain copy of the same bytes reaches",
         fontsize=10,
         loc="left",
     )
@@ -223,7 +242,17 @@ def _make_plain(axes: Any) -> None:
 
 
 def _bars_of(trace: Trace) -> list[dict[str, Any]]:
-    return [e for e in trace["traceEvents"] if e["ph"] == "X" and e["name"] != _NOT_DRAWN]
+    return [event for event in _all_bars(trace) if event["name"] != _STREAMING]
+
+
+def _pale_of(trace: Trace) -> list[dict[str, Any]]:
+    """Return what an end's own row would have a gap for."""
+    return [
+        event
+        for event in _all_bars(trace)
+        if event["name"] == _STREAMING
+        or (event["tid"] != event["pid"] and _kind_of(event) == LOADING)
+    ]
 
 
 def _lanes_of(trace: Trace) -> dict[int, str]:

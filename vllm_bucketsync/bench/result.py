@@ -22,8 +22,8 @@ COMPARED = (
     "(discard: DiscardSink), or to its place in memory as large as the model (model). "
     "memcpys: the same tensors to their places in a buffer as large as the model, and from "
     "there to a second one, with torch's copy_, one after the other, in the trainer's process. "
-    "Both use num_threads threads of torch in a process, so that an update has the CPU time of "
-    "two processes and the memcpys that of one"
+    "Every process uses the same number of torch threads, so an update has the CPU time of two "
+    "processes and the memcpys that of one"
 )
 COMPARED_ON_GPU = (
     "update: WeightSync.push; one process copies every tensor on the GPU to a slot, and another "

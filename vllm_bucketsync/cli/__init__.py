@@ -1,8 +1,9 @@
 """The command line: ``vllm-bucketsync COMMAND``.
 
 A command is a module of this package with ``add_arguments(parser)`` and
-``run(args) -> ExitCode``, and maybe ``EXAMPLES`` for the end of its help. What it needs that
-is slow to import, it imports in ``run``. Exit codes are those of ``exits.ExitCode``.
+``run(args) -> ExitCode``, and maybe ``EXAMPLES`` and ``EXIT_CODES`` for the end of its help.
+What it needs that is slow to import, it imports in ``run``. Exit codes are those of
+``exits.ExitCode``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 
 from vllm_bucketsync import __version__
 
-from . import bench, demo, doctor, push, push_lora, screen, status
+from . import bench, demo, doctor, example, push, push_lora, screen, status
 from .exits import CommandError, ExitCode
+from .parsing import Parser
 from .signals import interrupted_by_signals
 
 COMMANDS = {
@@ -24,13 +26,14 @@ COMMANDS = {
     "status": status,
     "bench": bench,
     "demo": demo,
+    "example": example,
 }
 
 _EXIT_CODES = """\
 exit codes:
   0    done
   1    it ran and the outcome is bad: a push failed, a worker is torn, outputs differ,
-       something on this machine will not work
+       something on this machine does not work
   2    the command line is wrong
   3    this environment, or the engine, lacks something; the text says what to change
   130  interrupted; everything that was started has been stopped
@@ -59,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.INTERRUPTED)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of the whole command line."""
-    found = argparse.ArgumentParser(
+    found = Parser(
         prog="vllm-bucketsync",
         description="Stream a trainer's weights into running vLLM workers.",
         epilog=_EXIT_CODES,
@@ -76,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=text.splitlines()[0],
             description=text,
-            epilog=getattr(module, "EXAMPLES", None),
+            epilog="\n".join(getattr(module, name, "") for name in ("EXAMPLES", "EXIT_CODES")),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         screen.add_arguments(command, default=argparse.SUPPRESS)

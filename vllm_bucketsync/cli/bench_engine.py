@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     found = result.as_dict()
     (console if is_stdout_taken else screen.stdout(args)).print(table(found), setup_table(found))
     if args.json is not None:
-        _write(result, args.json)
+        _write(result, args.json, args)
     if is_traced:
         bench_options.write_pictures(args, _picture(result))
     has_failed = any(row["outcome"] == "failed" for row in found["rows"])
@@ -112,8 +112,8 @@ def _plan(args: argparse.Namespace, *, is_traced: bool) -> Any:
     )
 
 
-def _write(result: EngineResult, target: str) -> None:
-    bench_options.write(json.dumps(result.as_dict(), indent=2) + "\n", target)
+def _write(result: EngineResult, target: str, args: argparse.Namespace | None = None) -> None:
+    bench_options.write(json.dumps(result.as_dict(), indent=2) + "\n", target, args)
 
 
 def _picture(result: EngineResult) -> Picture:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_bucketsync.config import parse_size
 from vllm_bucketsync.errors import BucketSyncError, ConfigError
 
+from . import screen
 from .exits import CommandError, ExitCode
 
 if TYPE_CHECKING:
@@ -48,16 +49,26 @@ def check_pictures(args: argparse.Namespace) -> bool:
     Raises:
         CommandError: A file cannot be made, or matplotlib is missing.
     """
+    if args.trace is not None:
+        check_target(str(args.trace))
+    if args.plot is not None:
+        check_plot(args.plot)
+    return args.trace is not None or args.plot is not None
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn.
+
+    Raises:
+        CommandError: Its file cannot be made, or matplotlib is missing.
+    """
     from vllm_bucketsync.bench import plot
 
-    for path in filter(None, (args.trace, args.plot)):
-        check_target(str(path))
-    if args.plot is not None:
-        try:
-            plot.check(args.plot)
-        except BucketSyncError as error:
-            raise CommandError.of(error) from error
-    return args.trace is not None or args.plot is not None
+    check_target(str(path))
+    try:
+        plot.check(path)
+    except BucketSyncError as error:
+        raise CommandError.of(error) from error
 
 
 def write_pictures(args: argparse.Namespace, picture: Picture) -> None:
@@ -70,12 +81,13 @@ def write_pictures(args: argparse.Namespace, picture: Picture) -> None:
     from vllm_bucketsync.bench.traces import merged
 
     if args.trace is not None:
-        write(json.dumps(merged(picture.traces)), str(args.trace))
+        write(json.dumps(merged(picture.traces)), str(args.trace), args)
     if args.plot is not None:
         try:
             plot.draw(picture, args.plot)
         except OSError as error:
             raise _unwritten(str(args.plot), error) from error
+        say_written(str(args.plot), args)
 
 
 def measured_on(found: Mapping[str, Any]) -> str:
@@ -111,8 +123,18 @@ def check_target(target: str | None) -> None:
         )
 
 
-def write(text: str, target: str) -> None:
+def say_written(target: str, args: argparse.Namespace) -> None:
+    """Say where a result is."""
+    screen.stderr(args).print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+
+
+def write(text: str, target: str, args: argparse.Namespace | None = None) -> None:
     """Write the whole of a file, or to stdout.
+
+    Args:
+        text: The whole of it.
+        target: The file, or ``STDOUT``.
+        args: The command's, where a user is to be told.
 
     Raises:
         CommandError: It cannot be written.
@@ -124,6 +146,8 @@ def write(text: str, target: str) -> None:
         Path(target).write_text(text)
     except OSError as error:
         raise _unwritten(target, error) from error
+    if args is not None:
+        say_written(target, args)
 
 
 def _unwritten(target: str, error: OSError) -> CommandError:

@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         CommandError: An option is out of range, this machine is too small or has no such
             device, an update failed, or a file cannot be written.
     """
+    bench_options.check_target(args.json)
+    is_traced = bench_options.check_pictures(args)
     from vllm_bucketsync.bench.machine import usable_cpus
     from vllm_bucketsync.bench.result import Plan
     from vllm_bucketsync.bench.transfer import measure
 
-    bench_options.check_target(args.json)
-    is_traced = bench_options.check_pictures(args)
     console = screen.stderr(args)
     threads = max(1, usable_cpus() // 2) if args.threads is None else args.threads
     plan = Plan(
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         _speed_table(measured), _setup_table(measured)
     )
     if args.json is not None:
-        bench_options.write(json.dumps(measured.as_dict(), indent=2) + "\n", args.json)
+        bench_options.write(json.dumps(measured.as_dict(), indent=2) + "\n", args.json, args)
     if is_traced:
         bench_options.write_pictures(args, _picture(measured))
     return ExitCode.OK

@@ -39,6 +39,8 @@ def build_checkpoint(folder: Path, *, seed: int) -> None:
     import torch
     import transformers
 
+    # Nobody needs to watch a megabyte being written.
+    transformers.utils.logging.disable_progress_bar()
     config = transformers.Qwen3Config(
         vocab_size=2 + len(WORDS),
         hidden_size=160,

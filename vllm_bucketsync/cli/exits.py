@@ -49,10 +49,10 @@ class CommandError(Exception):
         # Of these the text says all; of the others the class is what README explains.
         match error:
             case ConfigError():
-                text, code = str(error), ExitCode.USAGE
+                text, code = error.message, ExitCode.USAGE
             case UnsupportedError():
-                text, code = str(error), ExitCode.UNAVAILABLE
+                text, code = error.message, ExitCode.UNAVAILABLE
             case _:
-                text, code = f"{type(error).__name__}: {error}", ExitCode.FAILED
+                text, code = f"{type(error).__name__}: {error.message}", ExitCode.FAILED
         text = as_options(text, settings=settings)
         return cls(f"{text} ({also})" if also else text, code=code)

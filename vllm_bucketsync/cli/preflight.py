@@ -27,3 +27,20 @@ def require_vllm() -> None:
             f"pip uninstall -y {' '.join(broken)}",
             code=ExitCode.UNAVAILABLE,
         )
+
+
+def require_package(name: str, *, why: str) -> None:
+    """Refuse an environment without a package that a command needs.
+
+    Args:
+        name: As it is imported, and as pip calls it.
+        why: What it does for the command.
+
+    Raises:
+        CommandError: It is missing. The text says what to type.
+    """
+    if not is_there(name):
+        raise CommandError(
+            f"{name} is not installed here, and {why}; pip install {name}",
+            code=ExitCode.UNAVAILABLE,
+        )

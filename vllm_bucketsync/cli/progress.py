@@ -17,8 +17,8 @@ Advance = Callable[[int, int | None], None]
 class Steps:
     """Steps that run one after the other, shown until the ``with`` ends.
 
-    On a terminal the step at work moves. Elsewhere each step is a line, printed when it
-    is done, so that a log stays readable.
+    On a terminal the step at work moves. Elsewhere a line says what begins, and another how
+    long it took, so that a log stays readable.
     """
 
     def __init__(self, console: Console) -> None:
@@ -48,6 +48,8 @@ class Steps:
     def step(self, text: str) -> Iterator[Advance]:
         """Show one step for as long as the ``with`` takes; yield what moves its bar."""
         started = time.monotonic()
+        if not self._console.is_terminal:
+            self._tell(f"{text} …")
         task = self._progress.add_task(text, total=None, amount="")
 
         def advance(done: int, total: int | None) -> None:
@@ -57,8 +59,10 @@ class Steps:
         yield advance
         self._progress.update(task, completed=1, total=1)
         if not self._console.is_terminal:
-            line = f"{text} ({time.monotonic() - started:.1f} s)"
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._tell(f"{text}: done in {time.monotonic() - started:.1f} s")
+
+    def _tell(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _gb(num_bytes: int) -> str:

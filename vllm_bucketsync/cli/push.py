@@ -1,9 +1,9 @@
 """Push a checkpoint into running servers.
 
 All of the servers take the new weights, or none does: what does not fit is refused before
-anything is written. The checkpoint is a folder with safetensors files, as save_pretrained
-writes it, or one such file. Ctrl-C ends a push at any moment, and says what the engine
-holds then.
+anything is written. The checkpoint is a folder, as save_pretrained writes it, or one
+.safetensors, .bin, .pt or .pth file. Ctrl-C ends a push at any moment, and says what the
+engine holds then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm_bucketsync.errors import BucketSyncError, EngineState
 
-from . import online, screen
+from . import online, renaming, screen
 from .exits import CommandError, ExitCode
 from .progress import Steps
 from .tables import report_table
@@ -29,12 +29,24 @@ if TYPE_CHECKING:
 
     Act = Callable[[WeightSync, Progress], PushReport]
 
+# Of every command that pushes.
+EXIT_CODES = """\
+exit codes:
+  0    every worker has it; with --dry-run, it fits
+  1    the push failed, or it does not fit; the last line says what the engine holds
+  2    the command line is wrong, or there is no such file; no server was asked
+  3    the server has no worker extension, or cannot do it
+  130  interrupted; the last line says what the engine holds
+"""
+
 EXAMPLES = """\
 examples:
   vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --dry-run
   vllm-bucketsync push checkpoints/step-100 --url http://127.0.0.1:8000 --pause keep
   vllm-bucketsync push step-100.safetensors --url unix:///run/vllm.sock --version 100
+  vllm-bucketsync push actor/step-100 --url http://127.0.0.1:8000 --strip-prefix actor.
 """
+
 
 # vLLM's words; what they mean is written down in ``clients.base.PauseMode``.
 PAUSE_MODES = ("wait", "abort", "keep")
@@ -45,7 +57,7 @@ _HOLDS = {
     EngineState.UNCHANGED: "the engine holds what it held before",
     EngineState.COMMITTED: "the engine has the new weights all the same",
     EngineState.TORN: "the engine's weights are torn, part new and part old: a server stays "
-    "paused, and a complete push mends it",
+    "paused until a complete push repairs it",
     EngineState.UNKNOWN: "what the engine holds is unknown: ask vllm-bucketsync status",
 }
 _NOTHING_BEGAN = "no update had begun"
@@ -55,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what to push, where to, and how."""
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", type=Path, help="folder or file of the new weights")
-    option("--atomic", action="store_true", help="keep the old weights until all workers have all")
+    text = "keep the old weights until every worker has all of the new ones"
+    option("--atomic", action="store_true", help=text)
     add_options(parser, partial="parameters of the engine that may keep their value")
 
 
@@ -74,8 +87,9 @@ def add_options(parser: argparse.ArgumentParser, *, partial: str) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help=f"{partial}, by a pattern such as '*.norm.*'; repeat it for several",
+        help=f"{partial}, by a pattern such as '*.norm.*'; repeatable",
     )
+    renaming.add_arguments(parser)
     option(
         "--require-newer",
         action="store_true",
@@ -86,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser, *, partial: str) -> None:
         "--pause",
         choices=PAUSE_MODES,
         default=PAUSE_MODES[0],
-        help="requests that run: let them end, end them, or freeze them (%(default)s)",
+        help="running requests: wait for them, abort them, or keep them frozen (%(default)s)",
     )
     option(
         "--verify",
@@ -94,7 +108,7 @@ def add_options(parser: argparse.ArgumentParser, *, partial: str) -> None:
         default=VERIFY_MODES[0],
         help="compare what arrives and what is loaded with what was sent (%(default)s)",
     )
-    text = "write what each end did when, as Chrome trace JSON, for Perfetto"
+    text = "write a timeline of both ends, as Chrome trace JSON for Perfetto"
     option("--trace", metavar="FILE", type=Path, help=text)
     option("--json", action="store_true", help="print the report as JSON, and nothing else")
 
@@ -108,8 +122,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     if not args.checkpoint.exists():
         raise CommandError(
-            f"{str(args.checkpoint)!r} is no folder or file of this machine; expected a checkpoint "
-            f"with safetensors files",
+            f"{str(args.checkpoint)!r} does not exist on this machine; expected the folder or the "
+            f"file of a checkpoint",
             code=ExitCode.USAGE,
         )
     version = _name_of(args.checkpoint.resolve()) if args.version is None else args.version
@@ -121,6 +135,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             version=version,
             require_newer=args.require_newer,
             partial=args.partial,
+            rename=renaming.renamer(args.prefixes),
             dry_run=args.dry_run,
             pause=args.pause,
             atomic=args.atomic,
@@ -148,6 +163,7 @@ def give(args: argparse.Namespace, *, what: str, act: Act) -> ExitCode:
         CommandError: It was not done, or was interrupted; the text says what the engine
             holds now.
     """
+    online.check(args)
     report = _given(args, what, act)
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))

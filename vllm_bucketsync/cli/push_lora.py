@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import push
+from . import push, renaming
 from .exits import CommandError, ExitCode
 
 EXAMPLES = """\
 examples:
   vllm-bucketsync push-lora adapters/step-100 --url http://127.0.0.1:8000 --name policy
 """
+EXIT_CODES = push.EXIT_CODES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +37,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     if not args.adapter.is_dir():
         raise CommandError(
-            f"{str(args.adapter)!r} is no folder of this machine; expected an adapter as PEFT "
-            f"saves it",
+            f"{str(args.adapter)!r} is not a folder on this machine; expected an adapter as "
+            f"PEFT saves it",
             code=ExitCode.USAGE,
         )
     version = args.adapter.resolve().name if args.version is None else args.version
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             version=version,
             require_newer=args.require_newer,
             partial=args.partial,
+            rename=renaming.renamer(args.prefixes),
             dry_run=args.dry_run,
             pause=args.pause,
             verify=args.verify,

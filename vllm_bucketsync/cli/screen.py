@@ -1,6 +1,6 @@
 """How much a command says, and where: results on stdout, all else on stderr.
 
-Colours and moving bars are for terminals only (and never where ``NO_COLOR`` is set):
+Colors and moving bars are for terminals only (and never where ``NO_COLOR`` is set):
 what goes into a file or a pipe is plain text.
 """
 

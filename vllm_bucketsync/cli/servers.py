@@ -189,12 +189,12 @@ class Server:
             self._wait_for_group()
         finally:
             # Also when a second Ctrl-C comes meanwhile.
-            _signal_group(self._process.pid, signal.SIGKILL)
+            signal_group(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=STOP_TIMEOUT_S)
 
     def _wait_for_group(self) -> None:
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while _signal_group(self._process.pid, _NO_SIGNAL) and time.monotonic() < deadline:
+        while signal_group(self._process.pid, _NO_SIGNAL) and time.monotonic() < deadline:
             # Reaps the server, which would otherwise count as alive.
             self._process.poll()
             time.sleep(_POLL_S)
@@ -253,8 +253,8 @@ def with_logs(reason: str, *logs: Path) -> str:
     return "\n".join([*lines, reason])
 
 
-def _signal_group(group: int, number: int) -> bool:
-    """Return whether there was a process left to signal."""
+def signal_group(group: int, number: int) -> bool:
+    """Send a signal to a group of processes; return whether there was one left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -1,20 +1,28 @@
 """Say what every worker of running servers holds.
 
-A line for each worker: which weights it has, whether they are whole, how they came. Exit
-code 1 where a worker holds parts of two updates, or workers disagree. Of data-parallel
-replicas vLLM lets only the first answer.
+A line for each worker: which weights it has, whether they are whole, how they came, and
+whether the server holds requests back. Exit code 1 if a worker is torn (it holds parts of
+two updates) or workers disagree. In development mode, vLLM lets only the first of several
+data-parallel replicas answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING, Any
 
 from vllm_bucketsync.errors import BucketSyncError
 
 from . import online, screen
 from .exits import CommandError, ExitCode
-from .tables import status_table
+from .tables import status_lines, status_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# More columns than a terminal has: a table is measured by itself then.
+_UNBOUNDED = 10_000
 
 EXAMPLES = """\
 examples:
@@ -38,18 +46,40 @@ def run(args: argparse.Namespace) -> ExitCode:
     Raises:
         CommandError: A server did not answer.
     """
-    from vllm_bucketsync.doctor.server import worker_problems
+    online.check(args)
+    from vllm_bucketsync.doctor.server import held_back, worker_problems
     from vllm_bucketsync.sync import WeightSync
 
     try:
         with WeightSync(**online.connection(args)) as sync:
             workers = sync.status()
+        held = {url: why for url in args.url if (why := held_back(url, api_key=args.api_key))}
     except BucketSyncError as error:
         raise CommandError.of(error) from error
     if args.json:
         print(json.dumps(workers, indent=2))
     else:
-        screen.stdout(args).print(status_table(workers))
+        show(screen.stdout(args), workers)
+    for url, why in held.items():
+        screen.stderr(args).print(
+            f"{url}: requests are held back: {why}", markup=False, highlight=False, soft_wrap=True
+        )
     if found := worker_problems(workers):
         raise CommandError("; ".join(found))
     return ExitCode.OK
+
+
+def show(console: Console, workers: list[dict[str, Any]]) -> None:
+    """Show a table on a terminal that is wide enough for it, and lines elsewhere.
+
+    Args:
+        console: Where.
+        workers: What ``WeightSync.status()`` returned.
+    """
+    table = status_table(workers)
+    needed = console.measure(table, options=console.options.update_width(_UNBOUNDED)).minimum
+    if console.is_terminal and needed <= console.width:
+        console.print(table)
+        return
+    for line in status_lines(workers):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

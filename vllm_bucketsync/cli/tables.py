@@ -10,9 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 _STATUS_HEADINGS = (
-    *("engine", "replica", "rank", "pid", "device"),
-    *("version", "state", "updates", "failures", "transport", "adapters"),
+    *("engine", "dp", "rank", "pid", "device"),
+    *("version", "state", "updates", "failed", "transport", "adapters"),
 )
+# Left out where all workers have 0 there.
+_PLACES = _STATUS_HEADINGS[:2]
+_TORN = "torn"
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
@@ -32,12 +35,14 @@ def report_table(report: Mapping[str, Any]) -> Table:
         table.add_row("engine", escape(engine))
     table.add_row("bytes", f"{report['num_bytes']:,}")
     table.add_row("tensors", str(report["num_tensors"]))
+    if is_dry_run and report.get("previous_version") is not None:
+        table.add_row("the engine holds", escape(repr(report["previous_version"])))
     if not is_dry_run:
         table.add_row("buckets", f"{report['num_buckets']} of {report['slot_size_bytes']:,} bytes")
         table.add_row("workers", str(report["num_workers"]))
     table.add_row("seconds", f"{report['seconds']:.3f}")
     if is_dry_run:
-        table.add_row("written", "nothing: it was only checked")
+        table.add_row("written", "nothing; it fits the engine")
         return table
     table.add_row("GB/s", f"{report['gb_per_s']:.3f}")
     table.add_row("transport", escape(f"{report['transport']}: {report['transport_reason']}"))
@@ -57,6 +62,9 @@ def _add_worker(table: Table, worker: Mapping[str, Any]) -> None:
     if place := worker.get("staged_on"):
         staged = f"{worker['staged_bytes']:,} bytes in {place}"
         table.add_row(f"staged by rank {worker['rank']}", escape(staged))
+    for cast in worker.get("casts", ()):
+        told = f"{cast['num_tensors']} tensors of {cast['sent']} to {cast['held']}"
+        table.add_row(f"cast by rank {worker['rank']}", told)
     if verified := worker.get("verified_bytes"):
         table.add_row(f"verified by rank {worker['rank']}", _verified(worker, verified))
     for note in worker["notes"]:
@@ -64,30 +72,53 @@ def _add_worker(table: Table, worker: Mapping[str, Any]) -> None:
 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with a row for each worker.
+    """Return a table with a row for each worker, whose texts are in one line each.
 
     Args:
         workers: What ``WeightSync.status()`` returned.
     """
+    rows = [_status_row(worker) for worker in workers]
+    is_told = [
+        name not in _PLACES or any(row[column] != "0" for row in rows)
+        for column, name in enumerate(_STATUS_HEADINGS)
+    ]
     table = Table(title="What the workers hold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in _STATUS_HEADINGS:
-        table.add_column(heading)
-    for worker in workers:
-        version = worker["version"]
-        table.add_row(
-            str(worker["engine"]),
-            str(worker["dp_index"]),
-            str(worker["rank"]),
-            str(worker["pid"]),
-            escape(worker["device"]),
-            "initial" if version is None else escape(version),
-            _state_of(worker),
-            str(worker["num_updates"]),
-            str(worker["num_failures"]),
-            worker.get("transport") or "",
-            escape(", ".join(f"{one['name']}@{one['version']}" for one in _adapters(worker))),
-        )
+    for heading, is_shown in zip(_STATUS_HEADINGS, is_told, strict=True):
+        if is_shown:
+            table.add_column(heading, no_wrap=True)
+    for row in rows:
+        shown = [text for text, is_shown in zip(row, is_told, strict=True) if is_shown]
+        table.add_row(*(_colored(text) for text in shown))
     return table
+
+
+def status_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each worker, for pipes and files: a heading before each value."""
+    return [
+        "  ".join(
+            f"{name} {text}"
+            for name, text in zip(_STATUS_HEADINGS, _status_row(worker), strict=True)
+            if text
+        )
+        for worker in workers
+    ]
+
+
+def _status_row(worker: Mapping[str, Any]) -> list[str]:
+    version = worker["version"]
+    return [
+        str(worker["engine"]),
+        str(worker["dp_index"]),
+        str(worker["rank"]),
+        str(worker["pid"]),
+        worker["device"],
+        "initial" if version is None else version,
+        _state_of(worker),
+        str(worker["num_updates"]),
+        str(worker["num_failures"]),
+        worker.get("transport") or "",
+        ", ".join(f"{one['name']}@{one['version']}" for one in _adapters(worker)),
+    ]
 
 
 def _verified(worker: Mapping[str, Any], verified_bytes: int) -> str:
@@ -100,8 +131,14 @@ def _verified(worker: Mapping[str, Any], verified_bytes: int) -> str:
 
 def _state_of(worker: Mapping[str, Any]) -> str:
     if worker["is_torn"]:
-        return "[red]torn[/red]"
+        return _TORN
+    if worker.get("is_asleep"):
+        return "asleep"
     return "partly older" if worker.get("left_as_is") else "whole"
+
+
+def _colored(text: str) -> str:
+    return f"[bold red]{text}[/bold red]" if text == _TORN else escape(text)
 
 
 def _adapters(worker: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

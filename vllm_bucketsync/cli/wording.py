@@ -16,6 +16,10 @@ from vllm_bucketsync.config import API_KEY_ENV, ENV_PREFIX, Settings
 OPTIONS = {
     "api_key": f"--api-key or {API_KEY_ENV}",
     "partial": "--partial",
+    "rename": "--rename or --strip-prefix",
+    "atomic": "--atomic",
+    "dry_run": "--dry-run",
+    "require_newer": "--require-newer",
     "name": "--name",
     "version": "--version",
     "pause": "--pause",
@@ -29,9 +33,11 @@ _SETTING = re.compile(
     rf"(?:it as )?\b({_ANY})= or (?:in )?{ENV_PREFIX}\w+|(?<=\bset )({_ANY})\b|\b({_TELLING})\b=?"
 )
 _ARGUMENT = re.compile(
-    rf"\b({'|'.join(OPTIONS)})=(?: or (?:in )?{API_KEY_ENV})?(?:'(?P<value>\w+)')?"
+    rf"\b({'|'.join(OPTIONS)})=(?: or (?:in )?{API_KEY_ENV})?(?:'(?P<value>\w+)'|True)?"
 )
-_OTHERS = {"with rename=": "in the checkpoint", "use push_lora": "use push-lora"}
+# Of those that can be told from plain English by themselves.
+_FLAG = re.compile(r"\b(require_newer|dry_run)\b|(?<=push without )atomic\b")
+_OTHERS = {"use push_lora": "use push-lora"}
 
 
 def as_options(text: str, *, settings: Collection[str] = ()) -> str:
@@ -49,6 +55,7 @@ def as_options(text: str, *, settings: Collection[str] = ()) -> str:
         return f"{ENV_PREFIX}{name.upper()}"
 
     text = _ARGUMENT.sub(_option, _SETTING.sub(setting, text))
+    text = _FLAG.sub(lambda match: OPTIONS[match[0]], text)
     for words, others in _OTHERS.items():
         text = text.replace(words, others)
     return text

@@ -153,7 +153,7 @@ def may_resume(
 
     Not on one that holds parts of two sets of weights: it would answer with both. And
     not on one that somebody else had paused, or put to sleep, before: only an engine
-    that an earlier update left torn, and so paused, is let go on by the one that mends it.
+    that an earlier update left torn, and so paused, is let go on by the one that repairs it.
 
     Args:
         state: What the engine holds.
@@ -163,10 +163,10 @@ def may_resume(
     """
     said = [result for result in results if isinstance(result, dict)]
     is_whole = state in {EngineState.UNCHANGED, EngineState.COMMITTED}
-    # A partial update of a torn engine is committed, and mends nothing.
+    # A partial update of a torn engine is committed, and repairs nothing.
     is_whole = is_whole and not any(result.get("is_torn") for result in said)
-    mends = any(result.get("was_torn") for result in said)
-    return resume_torn or (is_whole and (not was_paused or mends))
+    repairs = any(result.get("was_torn") for result in said)
+    return resume_torn or (is_whole and (not was_paused or repairs))
 
 
 def without_extension(found: str) -> UnsupportedError:

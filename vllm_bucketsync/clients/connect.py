@@ -31,7 +31,7 @@ def connect(named: object, *, api_key: str | None = None) -> list[Engine]:
     several = named if isinstance(named, list | tuple) else [named]
     engines = [_connect(one, api_key=api_key) for one in cast(Sequence[Any], several)]
     if not engines:
-        raise ConfigError("no engine was named; expected an LLM, a server's URL, or several")
+        raise ConfigError("no engine was given; expected an LLM, a server's URL, or several")
     twice = _named_twice(several, engines)
     if twice is not None:
         raise ConfigError(f"{twice} was named twice; an update reaches an engine once")
@@ -76,6 +76,7 @@ def _connect(named: Any, *, api_key: str | None) -> Engine:
     if all(hasattr(named, name) for name in _CONTRACT):
         return cast(Engine, named)
     raise ConfigError(
-        f"{type(named).__name__} is no engine; expected a vllm.LLM, a vllm.AsyncLLM, or the base "
+        f"{type(named).__name__} is not an engine; expected a vllm.LLM, a vllm.AsyncLLM, or "
+        "the base "
         f"URL of a vLLM server such as 'http://localhost:8000'"
     )

@@ -292,7 +292,7 @@ class _Http:
         is_socket = parts.scheme == "unix" and parts.path.startswith("/")
         if not is_socket and (parts.scheme not in {"http", "https"} or not parts.netloc):
             raise ConfigError(
-                f"{url!r} is no base URL of a server; expected one such as "
+                f"{url!r} is not the base URL of a server; expected one such as "
                 f"'http://localhost:8000', or 'unix:///path/of/the/socket'"
             )
         self.url = url.rstrip("/") if is_socket else _base_url(url)

@@ -19,6 +19,10 @@ class HelperError(Exception):
     """The process failed, ended, or did not answer in time; the text says which."""
 
 
+class HelperTimeoutError(HelperError):
+    """It did not answer before the deadline, and was killed."""
+
+
 class Helper:
     """One process that runs ``pair``; reaped at the end of its ``with``.
 
@@ -95,7 +99,9 @@ class Helper:
             left_s = max(deadline - time.monotonic(), 0.0)
             if stdout is None or not select.select([stdout], [], [], left_s)[0]:
                 self._kill()
-                raise HelperError(f"no answer to {act!r} within {timeout_s:.0f} s: it hangs")
+                raise HelperTimeoutError(
+                    f"no answer to {act!r} in the {timeout_s:.1f} s that were left for it"
+                )
             chunk = os.read(stdout.fileno(), 65536)
             if not chunk:
                 raise self._ended()

@@ -89,19 +89,42 @@ def _workers(url: str, workers: Sequence[Mapping[str, Any]]) -> Finding:
         said = f"the weights of rank {', '.join(asleep)} are asleep; {'; '.join(found)}"
         return Finding(name=name, state=State.FAILED, found=said, advice=advice)
     if wrong := worker_problems(workers):
-        advice = "a complete push mends it"
+        advice = "a complete push repairs it"
         return Finding(name=name, state=State.FAILED, found="; ".join(wrong), advice=advice)
     return Finding(name=name, state=State.OK, found="; ".join(found))
 
 
+def held_back(url: str, *, api_key: str | None = None) -> str:
+    """Return why a server answers no requests now; empty where it does.
+
+    Raises:
+        BucketSyncError: It did not answer this.
+    """
+    engine = HttpEngine(url, api_key=api_key_from_env() if api_key is None else api_key)
+    try:
+        return _why_held_back(engine.facts())
+    finally:
+        engine.close()
+
+
+def _why_held_back(facts: Mapping[str, Any]) -> str:
+    if facts.get("is_updating"):
+        return "an update is running there now"
+    return "it is paused" if facts["is_paused"] else ""
+
+
 def _requests(url: str, facts: Mapping[str, Any]) -> Finding:
     name = f"{url}: requests"
-    if facts.get("is_updating"):
-        return Finding(name=name, state=State.WARN, found="held back: an update runs there now")
-    if facts["is_paused"]:
-        advice = "after a torn update, a complete push lets it go on; else whoever has paused it"
-        return Finding(name=name, state=State.WARN, found="held back: it is paused", advice=advice)
-    return Finding(name=name, state=State.OK, found="are answered")
+    why = _why_held_back(facts)
+    if not why:
+        return Finding(name=name, state=State.OK, found="are answered")
+    advice = "a complete push resumes it after a torn update; otherwise whoever paused it"
+    return Finding(
+        name=name,
+        state=State.WARN,
+        found=f"held back: {why}",
+        advice=advice if facts["is_paused"] else "",
+    )
 
 
 def _update(url: str, sync: WeightSync, *, num_workers: int) -> Finding:
@@ -116,7 +139,7 @@ def _update(url: str, sync: WeightSync, *, num_workers: int) -> Finding:
 
 def _refused(name: str, error: BucketSyncError) -> Finding:
     """Return an error as a finding: its text ends with what to do."""
-    found, _, advice = str(error).rpartition("; ")
+    found, _, advice = error.message.rpartition("; ")
     found, advice = (found, advice) if found else (advice, "")
     return Finding(
         name=name, state=State.FAILED, found=f"{type(error).__name__}: {found}", advice=advice
@@ -131,7 +154,7 @@ def worker_problems(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     found = [
         f"rank {worker['rank']} of engine {worker['engine']} holds parts of two sets of weights; "
-        f"a complete push mends it"
+        f"a complete push repairs it"
         for worker in workers
         if worker["is_torn"]
     ]

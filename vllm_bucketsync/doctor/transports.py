@@ -16,7 +16,7 @@ from vllm_bucketsync.config import Settings
 from vllm_bucketsync.probe import TransportProbe
 
 from .findings import Finding, State
-from .helpers import Helper, HelperError
+from .helpers import Helper, HelperError, HelperTimeoutError
 
 # More than a page and less than anybody misses, also on a full device.
 PROBE_BYTES = 4 * 1024**2
@@ -140,6 +140,9 @@ def _try_all(waiting: list[Trial], *, settings: Settings, deadline: Deadline) ->
                 trial = waiting.pop(0)
                 try:
                     finding = _tried(trial, writer, reader, settings=settings, deadline=deadline)
+                except HelperTimeoutError as error:
+                    yield _late(trial, error)
+                    break
                 except HelperError as error:
                     yield _not_working(trial, str(error), settings)
                     break
@@ -171,6 +174,11 @@ def _tried(
         advice = "; ".join(dict.fromkeys(warnings))
         return Finding(name=trial.name, state=State.WARN, found=found, advice=advice)
     return Finding(name=trial.name, state=State.OK, found=found)
+
+
+def _late(trial: Trial, error: HelperTimeoutError) -> Finding:
+    advice = "raise --timeout-s; if that does not help, a driver or a file system hangs"
+    return Finding(name=trial.name, state=State.FAILED, found=str(error), advice=advice)
 
 
 def _not_working(trial: Trial, why: str, settings: Settings) -> Finding:

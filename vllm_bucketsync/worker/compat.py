@@ -1,6 +1,6 @@
 """Every peculiarity of a vLLM version or platform, told by its features.
 
-Nothing here asks for a version string. What is faulty in vLLM itself, and mended
+Nothing here asks for a version string. What is faulty in vLLM itself, and worked around
 here, says so; ``tests/engine/test_compat.py`` shows that each fault is still there.
 """
 
@@ -22,6 +22,16 @@ _CPU = torch.device("cpu")
 
 # What the layerwise reload is driven by, beside its public functions.
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
+
+
+def num_draft_tensors(worker: Any) -> int:
+    """Return how many tensors a speculative drafter has beside those of the model."""
+    find = getattr(worker, "get_draft_model", None)
+    draft = None if find is None else find()
+    if draft is None:
+        return 0
+    shared = {id(one) for one in worker.model_runner.get_model().parameters()}
+    return sum(id(one) not in shared for one in draft.parameters())
 
 
 # What plans are made and run with besides; without it, everything goes through the loaders.

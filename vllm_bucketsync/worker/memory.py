@@ -41,7 +41,7 @@ class WeightMemory:
         """Return the result for a manifest: the one that is kept, or that of ``dry_run``.
 
         It holds for the model that was last looked at. A result with problems is not kept:
-        it is rare, and its cause may be mended.
+        it is rare, and its cause may be repaired.
         """
         key = (manifest.digest, tuple(partial))
         kept = self._results.get(key)

@@ -48,7 +48,7 @@ class Problem:
     got: str = ""
 
 
-def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
+def raise_problems(problems: Sequence[Problem], *, state: str, hint: str = "") -> None:
     """Raise the first problem's error, with all of them in its text: a line or two a kind.
 
     What the text leaves out is in the log, and the first ``MAX_PROBLEMS`` of them in
@@ -57,6 +57,7 @@ def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
     Args:
         problems: What was found; none is no error.
         state: What was done to the model until now.
+        hint: What may be behind all of them.
 
     Raises:
         LoadError: There is a problem. Its class is that of the first one.
@@ -67,12 +68,12 @@ def raise_problems(problems: Sequence[Problem], *, state: str) -> None:
     texts = [problem.text for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
         texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
-    message = f"{texts[0]}; {state}"
+    message = "; ".join(filter(None, (hint, texts[0], state)))
     if len(problems) > 1:
         # The search ends there, where it is a dry run.
         count = f"at least {MAX_PROBLEMS}" if len(problems) == MAX_PROBLEMS else len(problems)
         lines = summary((one.kind, one.name, one.text) for one in problems)
-        message = "\n  ".join([f"{count} problems; {state}:", *lines])
+        message = "\n  ".join([f"{count} problems; {state}:", *filter(None, [hint]), *lines])
         if len(lines) < len(problems):
             every = "\n  ".join(problem.text for problem in problems)
             logger.error("%s problems; %s:\n  %s", count, state, every)
@@ -101,6 +102,30 @@ def summary(found: Iterable[tuple[str, str, str]]) -> list[str]:
             names = _quoted(name for name, _ in others)
             lines.append(f"and {len(others)} more like it: {names}")
     return lines
+
+
+def prefix_hint(model: torch.nn.Module, problems: Sequence[Problem], names: Sequence[str]) -> str:
+    """Return what to strip from names that the model would know without a prefix of all.
+
+    Args:
+        model: The engine's.
+        problems: What is wrong; without an unknown name, there is nothing to say.
+        names: All that were sent.
+    """
+    if not any(problem.cls is UnknownTensorError for problem in problems):
+        return ""
+    known = set(_checkpoint_names(model))
+    prefix = ""
+    for segment in min(names).split(".")[:-1]:
+        prefix += f"{segment}."
+        if not all(name.startswith(prefix) for name in names):
+            return ""
+        if any(name.removeprefix(prefix) in known for name in names):
+            return (
+                f"all {len(names)} names start with {prefix!r}, and those of the engine do not; "
+                f"remove it with rename="
+            )
+    return ""
 
 
 def unknown(model: torch.nn.Module, name: str, *, why: str = "") -> Problem:
@@ -190,8 +215,8 @@ def in_part(target: str, *, num_elements: int, expected: int, arrived: Sequence[
         kind="in_part",
         name=target,
         text=(
-            f"{target} would get {num_elements}/{expected} elements: {parts}; a module that is "
-            f"loaded has to be loaded whole; send the rest of it"
+            f"{target} would get {num_elements}/{expected} elements: {parts}; a module is sent "
+            f"as a whole, or not at all where partial= names it; send the rest of it"
         ),
     )
 

@@ -220,7 +220,7 @@ class Replay:
             self._found[planned] = observe(planned, scratch, process)
         else:
             process()
-        self.timeline.note(PROCESSING, begin_ns)
+        self.timeline.note(PROCESSING, begin_ns, about=planned.path)
 
 
 def _filled_scratch(planned: PlannedModule) -> dict[str, torch.Tensor]:

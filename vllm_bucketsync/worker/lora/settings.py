@@ -89,7 +89,7 @@ def _parsed(text: str, adapter: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _check_start(config: Mapping[str, Any], adapter: str) -> None:
