@@ -38,7 +38,7 @@ class Settings:
     Attributes:
         transport: ``auto``, or the only one that may be used.
         slot_size: Bytes of one slot, as a number or as ``"512MiB"``. ``None`` takes
-            512 MiB, never more than the update needs, and halves it (down to 1 MiB)
+            512 MiB, on a GPU 1 GiB, never more than the update needs, and halves it (down to 1 MiB)
             while the memory for ``num_slots`` of them cannot be had. A size that was
             asked for is never shrunk.
         num_slots: Slots of a region: one is filled while others are loaded.

@@ -19,7 +19,7 @@ from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, 
 from .timeline import MAX_SPANS, Span
 
 # Raised with every change of a message that an older end would misread.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 # Fits MAX_METAS metas with names of MAX_NAME_BYTES.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_METAS = 8192
@@ -336,6 +336,22 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     unchecked: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
 
 
+class Cast(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that the engine holds in another dtype than they were sent in.
+
+    Attributes:
+        sent: The dtype that they came in.
+        held: The dtype that the engine has for them.
+        num_tensors: How many they are.
+        names: Of the first of them.
+    """
+
+    sent: ShortText
+    held: ShortText
+    num_tensors: Count
+    names: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
+
+
 class Done(Reply, frozen=True, kw_only=True, tag="done"):
     """The new weights are in use.
 
@@ -347,6 +363,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
         skipped: Names that the engine has no place for and was allowed to skip.
         notes: Anything else that a user should read.
         left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
+        casts: What was cast, as far as the update was known in advance.
         stages_ms: What each stage took in all, in milliseconds; ``waiting`` is for the
             sender. Stages lie one behind the other, kinds of spans within them.
         spans: When each stage and span was, where that was asked for.
@@ -359,6 +376,7 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
     skipped: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_METAS)] = ()
     notes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
     left_as_is: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PATTERNS)] = ()
+    casts: Annotated[tuple[Cast, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
     stages_ms: Annotated[dict[ShortText, float], msgspec.Meta(max_length=MAX_STAGES)] = {}
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=2 * MAX_SPANS)] = ()
 

@@ -351,6 +351,7 @@ class Receiver:
             skipped=report.skipped[:MAX_METAS],
             notes=tuple(note[:MAX_TEXT_CHARS] for note in report.notes[:MAX_NOTES]),
             left_as_is=report.left_as_is,
+            casts=report.casts[:MAX_NOTES],
             stages_ms=self._timeline.stages_ms(),
             spans=(*self._timeline.stages, *report.spans) if opened.is_traced else (),
         )

@@ -23,6 +23,23 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Tensors that an engine holds in another dtype than they were sent in.
+
+    Attributes:
+        sent: The dtype that they came in.
+        held: The dtype that the engine has for them.
+        num_tensors: How many they are.
+        names: Of the first of them.
+    """
+
+    sent: str
+    held: str
+    num_tensors: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """What one worker did with an update.
 
@@ -57,6 +74,8 @@ class WorkerReport:
         unverified: Names of the first of these.
         left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
         previous_version: What it had before; ``None`` for nothing that was pushed.
+        casts: What the engine holds in another dtype than it was sent in, by pairs of dtypes;
+            empty for a stream that was not known in advance.
     """
 
     engine: int
@@ -87,6 +106,7 @@ class WorkerReport:
     unverified: tuple[str, ...] = ()
     left_as_is: tuple[str, ...] = ()
     previous_version: str | None = None
+    casts: tuple[Cast, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +315,7 @@ def report_of(
                 staged_on=peer.done.staged.place,
                 **_verified(peer.done.checked),
                 left_as_is=peer.done.left_as_is,
+                casts=tuple(Cast(**asdict_of(one)) for one in peer.done.casts),
                 previous_version=peer.holds(sender.update.adapter),
             )
             for peer in workers

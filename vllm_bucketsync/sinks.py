@@ -17,7 +17,7 @@ from .copies import view
 from .digests import KnownDigests
 from .errors import EngineState
 from .layout import Manifest, TensorMeta
-from .messages import Checked, LoadSplit, Staged
+from .messages import Cast, Checked, LoadSplit, Staged
 from .timeline import Span
 
 
@@ -118,6 +118,7 @@ class SinkReport:
         notes: Anything else that a user should read.
         spans: When the parts of loading were that are worth showing.
         left_as_is: Patterns of ``partial`` that let a parameter keep its old value.
+        casts: What was cast, as far as the update was known in advance.
     """
 
     split: LoadSplit = field(default_factory=LoadSplit)
@@ -128,6 +129,7 @@ class SinkReport:
     notes: tuple[str, ...] = ()
     spans: tuple[Span, ...] = ()
     left_as_is: tuple[str, ...] = ()
+    casts: tuple[Cast, ...] = ()
 
 
 class Sink(Protocol):

@@ -24,7 +24,7 @@ from .places import BucketPlaces, part_of
 from .transport.base import OwnedRegion
 from .transport.cuda_blocks import ExportedBlocks
 from .transport.registry import Choice, Wish, create_slots
-from .transport.slots import choose_slot_size
+from .transport.slots import ON_DEVICE, ON_HOST, choose_slot_size
 
 
 class Slots:
@@ -134,7 +134,7 @@ class Slots:
 
         Workers then close it first, so that old and new memory never add up.
         """
-        if choose_slot_size(self._settings, needed_bytes) > self._enough_bytes:
+        if self._wanted_of(self._kind, needed_bytes) > self._enough_bytes:
             self._release_region()
 
     def prepare(
@@ -178,7 +178,7 @@ class Slots:
         region = self._region
         if region is None and not self._has_others:
             return
-        wanted_bytes = choose_slot_size(self._settings, needed_bytes)
+        wanted_bytes = self._wanted_of(kind, needed_bytes)
         is_enough = kind == self._kind and wanted_bytes <= self._enough_bytes
         if region is not None and is_enough and _is_held(region.handle, hellos):
             # Of an update that failed, copies may still be under way.
@@ -235,6 +235,10 @@ class Slots:
             self._places[batch] = places
         with self._region.enqueuing(devices):
             places.fill(tensors)
+
+    def _wanted_of(self, kind: str | None, needed_bytes: int | None) -> int:
+        cut = ON_DEVICE if kind == "cuda_ipc" else ON_HOST
+        return choose_slot_size(self._settings, needed_bytes, cut=cut)
 
     @property
     def _enough_bytes(self) -> float:

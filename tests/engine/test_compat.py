@@ -134,9 +134,11 @@ def test_a_module_that_broke_while_it_was_packed_leaves_an_engine_that_can_be_me
 class _Worker:
     """What the guards look at, of vLLM's worker."""
 
-    def __init__(self, *, enable_eplb: bool = False, **attributes: Any) -> None:
+    def __init__(
+        self, *, enable_eplb: bool = False, config: dict[str, Any] | None = None, **attributes: Any
+    ) -> None:
         parallel = SimpleNamespace(enable_eplb=enable_eplb)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, **(config or {}))
         vars(self).update(attributes)
 
 
@@ -170,6 +172,78 @@ def test_an_engine_that_cannot_take_weights_now_is_refused(
 ) -> None:
     with pytest.raises(expected, match="nothing was written"):
         guards.refuse_unfit(worker)
+
+
+@pytest.mark.parametrize("setting", ["cpu_offload_gb", "offload_group_size"])
+def test_weights_on_the_host_are_refused_by_the_setting_that_put_them_there(setting: str) -> None:
+    from vllm.config import OffloadConfig
+
+    offload = OffloadConfig()
+    guards.refuse_unfit(_Worker(config={"offload_config": offload}))
+    setattr(offload.uva if setting == "cpu_offload_gb" else offload.prefetch, setting, 1)
+
+    with pytest.raises(UnsupportedError, match=rf"{setting}.*nothing was written.*start it"):
+        guards.refuse_unfit(_Worker(config={"offload_config": offload}))
+
+
+def test_before_there_was_a_setting_for_it_weights_on_the_host_are_refused_as_well() -> None:
+    cache = SimpleNamespace(cpu_offload_gb=2)
+
+    with pytest.raises(UnsupportedError, match="cpu_offload_gb"):
+        guards.refuse_unfit(_Worker(config={"cache_config": cache}))
+
+
+@pytest.mark.parametrize("name", sorted(guards.LOADED_ONCE))
+def test_weights_that_vllm_cannot_load_again_are_refused(name: str) -> None:
+    config = {"model_config": SimpleNamespace(quantization=name)}
+
+    with pytest.raises(UnsupportedError, match=rf"{name}.*nothing was written.*start it"):
+        guards.refuse_unfit(_Worker(config=config))
+
+
+@tied
+def test_a_quantisation_that_nobody_compared_is_loaded_and_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert push(world.sink(), world.tensors(1)).notes == ()
+
+    monkeypatch.setattr(world.worker.vllm_config.model_config, "quantization", "fancy")
+    (note,) = push(world.sink(), world.tensors(0)).notes
+
+    assert "quantised by fancy" in note
+    monkeypatch.setattr(world.worker.vllm_config.model_config, "quantization", "fp8")
+    assert push(world.sink(), world.tensors(0)).notes == ()
+
+
+@tied
+def test_a_drafter_that_keeps_weights_of_its_own_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = torch.nn.Module()
+    draft.embed = world.model.get_submodule("model.embed_tokens")
+    monkeypatch.setattr(world.worker, "get_draft_model", lambda: draft, raising=False)
+    assert push(world.sink(), world.tensors(1)).notes == ()
+
+    draft.own = torch.nn.Linear(2, 2)
+    (note,) = push(world.sink(), world.tensors(0)).notes
+
+    assert note.startswith("the engine's drafter keeps 2 tensors of its own as they were")
+    monkeypatch.undo()
+    assert push(world.sink(), world.tensors(0)).notes == ()
+
+
+@tied
+def test_a_worker_says_whether_vllm_s_own_update_is_open(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world.worker._weight_update_active is False
+    monkeypatch.setattr(world.worker, "_weight_update_active", True)
+    before = world.live()
+
+    with pytest.raises(EngineBusyError, match=r"nothing was written; call finish_weight_update"):
+        push(world.sink(), world.tensors(1))
+
+    assert world.live() == before
 
 
 def test_sleeping_weights_are_refused_and_a_sleeping_cache_is_not(

@@ -70,6 +70,7 @@ def running_async(checkpoint: Path, *, num_ranks: int = 1, **settings: Any) -> I
     """Yield an ``AsyncLLM`` with ``num_ranks`` workers; end it, and its loop's thread."""
     environment = engines.ENVIRONMENT | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if num_ranks == 1 else "0|1",
         "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path.cwd()))),
     }
@@ -103,16 +104,13 @@ async def _start(checkpoint: Path, **settings: Any) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            str(checkpoint),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=4,
-            gpu_memory_utilization=0.2,
-            enable_prefix_caching=True,
-            **settings,
-        )
-    )
+    ordinary = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "gpu_memory_utilization": 0.2,
+        "enable_prefix_caching": True,
+    }
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(str(checkpoint), **{**ordinary, **settings}))

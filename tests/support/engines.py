@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Some machines advertise AMX tiles that they cannot use: SIGILL without this.
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -64,20 +64,19 @@ def running_engine(checkpoint: Path, **settings: Any) -> Iterator[Any]:
 
 
 def _start(checkpoint: Path, **settings: Any) -> Any:
-    return LLM(
-        str(checkpoint),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        gpu_memory_utilization=0.2,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
+    ordinary = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "gpu_memory_utilization": 0.2,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
         # Enough for these prompts, and many engines fit in one process.
-        num_gpu_blocks_override=16,
-        **settings,
-    )
+        "num_gpu_blocks_override": 16,
+    }
+    return LLM(str(checkpoint), **{**ordinary, **settings})
 
 
 def worker_of(llm: Any) -> Any:

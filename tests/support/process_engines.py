@@ -43,19 +43,18 @@ def running_processes(checkpoint: Path, *, num_ranks: int = 1, **settings: Any) 
         "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path.cwd()))),
     }
     with mock.patch.dict(os.environ, environment):
-        llm = LLM(
-            str(checkpoint),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=4,
-            gpu_memory_utilization=0.2,
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            tensor_parallel_size=num_ranks,
-            **settings,
-        )
+        ordinary = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            "gpu_memory_utilization": 0.2,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "tensor_parallel_size": num_ranks,
+        }
+        llm = LLM(str(checkpoint), **{**ordinary, **settings})
         try:
             yield llm
         finally:

@@ -150,7 +150,7 @@ def test_a_message_of_the_other_direction_is_refused(message: Message, golden: s
 def test_a_message_that_breaks_the_schema_is_refused(content: Any) -> None:
     data = msgspec.msgpack.encode(content)
 
-    with pytest.raises(RemoteProtocolError, match=r"no command of protocol 3: .*same version"):
+    with pytest.raises(RemoteProtocolError, match=r"no command of protocol 4: .*same version"):
         messages.decode_command(data)
     with pytest.raises(RemoteProtocolError):
         messages.decode_reply(data if content != REFUSED["a reply's tag"] else b"")

@@ -62,6 +62,9 @@ def _add_worker(table: Table, worker: Mapping[str, Any]) -> None:
     if place := worker.get("staged_on"):
         staged = f"{worker['staged_bytes']:,} bytes in {place}"
         table.add_row(f"staged by rank {worker['rank']}", escape(staged))
+    for cast in worker.get("casts", ()):
+        told = f"{cast['num_tensors']} tensors of {cast['sent']} to {cast['held']}"
+        table.add_row(f"cast by rank {worker['rank']}", told)
     if verified := worker.get("verified_bytes"):
         table.add_row(f"verified by rank {worker['rank']}", _verified(worker, verified))
     for note in worker["notes"]:

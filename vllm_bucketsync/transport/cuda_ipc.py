@@ -39,7 +39,7 @@ from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
 from .device_memory import DeviceMemory
 from .devices import index_of, uuid_of
 from .shm import OpenedShm, ShmRegion
-from .slots import create_shrinking
+from .slots import ON_DEVICE, create_shrinking
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,9 @@ def create_slots(
         num_slots, directory = settings.num_slots, settings.dir
         return CudaRegion.create(num_bytes, num_slots=num_slots, device=device, directory=directory)
 
-    return create_shrinking(settings, needed_bytes, make=make, on_full=torch.cuda.empty_cache)
+    return create_shrinking(
+        settings, needed_bytes, cut=ON_DEVICE, make=make, on_full=torch.cuda.empty_cache
+    )
 
 
 def _check_canary(memory: torch.Tensor, handle: CudaIpcHandle) -> None:

@@ -43,7 +43,7 @@ from vllm_bucketsync.rundir import (
 
 from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
 from .pinned import HostCopies, Pin
-from .slots import create_shrinking
+from .slots import ON_HOST, create_shrinking
 
 # Page tables are filled at once: a first touch costs ten times a later one.
 _MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -316,7 +316,7 @@ def create_slots(settings: Settings, needed_bytes: int | None) -> tuple[ShmRegio
     def make(num_bytes: int) -> ShmRegion:
         return ShmRegion.create(num_bytes, directory=settings.dir)
 
-    return create_shrinking(settings, needed_bytes, make=make)
+    return create_shrinking(settings, needed_bytes, cut=ON_HOST, make=make)
 
 
 def _reserve(fd: int, num_bytes: int) -> None:

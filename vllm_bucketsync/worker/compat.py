@@ -24,6 +24,16 @@ _CPU = torch.device("cpu")
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
 
 
+def num_draft_tensors(worker: Any) -> int:
+    """Return how many tensors a speculative drafter has beside those of the model."""
+    find = getattr(worker, "get_draft_model", None)
+    draft = None if find is None else find()
+    if draft is None:
+        return 0
+    shared = {id(one) for one in worker.model_runner.get_model().parameters()}
+    return sum(id(one) not in shared for one in draft.parameters())
+
+
 # What plans are made and run with besides; without it, everything goes through the loaders.
 _NEEDED_TO_PLAN = ("get_layerwise_info", "restore_layer_on_meta", "materialize_layer")
 

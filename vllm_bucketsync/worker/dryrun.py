@@ -21,12 +21,16 @@ import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
 from ..layout import Manifest, TensorMeta
-from . import compat, completeness, problems
+from ..messages import Cast
+from . import compat, completeness, experts, problems
 from .completeness import ModuleTargets, Waiver
 from .layerwise import put_back
 from .plan import Plan, make_plan
 from .problems import Problem
 from .record import LoadRecord, NotRecordableError, Recorder, Target
+
+# Of those that are cast: what a report can show.
+MAX_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +42,14 @@ class DryRunResult:
         problems: What is wrong, first things first; empty means that it will load.
         plan: How it is loaded without the loaders, where that is possible.
         left_as_is: Patterns that let a parameter keep its old value.
+        casts: Tensors that the model holds in another dtype, by pairs of dtypes.
     """
 
     record: LoadRecord
     problems: tuple[Problem, ...]
     plan: Plan | None = None
     left_as_is: tuple[str, ...] = ()
+    casts: tuple[Cast, ...] = ()
 
     def is_current(self) -> bool:
         """Whether the plan's direct modules are still computed with as they were observed."""
@@ -60,6 +66,19 @@ def dry_run(worker: Any, manifest: Manifest, *, partial: Sequence[str] = ()) -> 
         manifest: What will come.
         partial: fnmatch patterns of parameters that may stay without a value.
     """
+    result = _once(worker, manifest, partial)
+    model = worker.model_runner.get_model()
+    if experts.are_split(model) or not any(experts.is_fused(one.name) for one in result.problems):
+        return result
+    experts.split_from_now_on(model)
+    again = _once(worker, manifest, partial)
+    if any(experts.is_fused(one.name) for one in again.problems):
+        experts.split_from_now_on(model, is_on=False)
+        return result
+    return again
+
+
+def _once(worker: Any, manifest: Manifest, partial: Sequence[str]) -> DryRunResult:
     model = worker.model_runner.get_model()
     tied = compat.tied_names(model)
     with compat.processing_switched_off():
@@ -135,6 +154,7 @@ class _Run:
             record=record,
             problems=tuple(now.problems),
             left_as_is=tuple(sorted(self._waiver.used)),
+            casts=self._casts(),
         )
 
     def retained(self) -> frozenset[int]:
@@ -163,6 +183,20 @@ class _Run:
                     target=target.name,
                     expected=str(target.tensor.dtype).removeprefix("torch."),
                 )
+
+    def _casts(self) -> tuple[Cast, ...]:
+        """Return what the model holds in another dtype than it is sent in."""
+        targets = {t.name: t for entry in self._modules for t in entry.targets.values()}
+        found: dict[tuple[str, str], dict[str, None]] = {}
+        for copy in self._recorder.copies:
+            meta, target = self._metas[copy.source], targets.get(copy.target)
+            held = "" if target is None else str(target.tensor.dtype).removeprefix("torch.")
+            if held not in {"", meta.dtype}:
+                found.setdefault((meta.dtype, held), {})[meta.name] = None
+        return tuple(
+            Cast(sent=sent, held=held, num_tensors=len(names), names=tuple(names)[:MAX_NAMES])
+            for (sent, held), names in found.items()
+        )
 
     def _worth_feeding(self) -> Iterator[int]:
         """Yield sources without tied duplicates and repeated names."""
@@ -215,7 +249,7 @@ class _Run:
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Exception | None:
         try:
             with self._recorder:
-                self._model.load_weights(weights)  # type: ignore[operator]
+                experts.load(self._model, weights)
         # Loaders raise whatever they like: the kind is told by what they were doing.
         except Exception as error:  # noqa: BLE001
             return error

@@ -14,7 +14,8 @@ import torch
 
 from . import compat
 
-_State = tuple[tuple[torch.Tensor, int], ...]
+# Tensors, and how often each had been written to.
+_Written = list[tuple[torch.Tensor, int]]
 
 
 class Finalised:
@@ -27,7 +28,7 @@ class Finalised:
             modules: All for which ``compat.is_processed_last``, in order.
         """
         self._modules = list(modules)
-        self._states: dict[torch.nn.Module, _State | None] = {}
+        self._ready: dict[torch.nn.Module, _Written] = {}
 
     def renew(self, dtype: torch.dtype) -> None:
         """Have vLLM finalise those that are not ready.
@@ -36,30 +37,12 @@ class Finalised:
             dtype: The engine's.
         """
         for module in self._modules:
-            before = self._states.get(module)
-            if before is not None and _is_same(before, _state_of(module)):
+            written = self._ready.get(module)
+            if written is not None and all(one._version == count for one, count in written):
                 continue
             module.process_weights_after_loading(dtype)  # type: ignore[operator]
-            self._states[module] = _state_of(module)
-
-
-def _state_of(module: torch.nn.Module) -> _State | None:
-    """Return the scales, and how often each was written to; ``None``: whatever it depends on."""
-    if not compat.finalises_to_constants(module):
-        return None
-    buffers = [one for one in module._buffers.values() if one is not None]
-    # Nobody counts what is written to a tensor of inference mode.
-    if any(one.is_inference() for one in buffers):
-        return None
-    return tuple((one, one._version) for one in buffers)
-
-
-def _is_same(before: _State, now: _State | None) -> bool:
-    return (
-        now is not None
-        and len(before) == len(now)
-        and all(
-            one is other and version == other_version
-            for (one, version), (other, other_version) in zip(before, now, strict=True)
-        )
-    )
+            scales = [one for one in module._buffers.values() if one is not None]
+            # Nobody counts what is written to a tensor of inference mode.
+            is_counted = not any(one.is_inference() for one in scales)
+            if is_counted and compat.finalises_to_constants(module):
+                self._ready[module] = [(one, one._version) for one in scales]

@@ -8,6 +8,11 @@ from typing import Any
 from ..errors import EngineAsleepError, EngineBusyError, UnsupportedError
 from . import compat
 
+# Quantisations that a model's own loaders know nothing of: a loader of files makes them.
+LOADED_ONCE = frozenset({"bitsandbytes", "gguf"})
+# Those that updated engines were compared with, to the last bit (``tests/gpu``).
+COMPARED = frozenset({"fp8"})
+
 
 def refuse_unfit(worker: Any) -> None:
     """Refuse an engine whose weights cannot be replaced now.
@@ -18,7 +23,8 @@ def refuse_unfit(worker: Any) -> None:
     Raises:
         EngineAsleepError: The weights are asleep: a copy into them would crash.
         EngineBusyError: vLLM's own weight update is open.
-        UnsupportedError: The engine balances its experts, or vLLM cannot reload.
+        UnsupportedError: The engine balances its experts, has weights on the host, or has
+            them in a form that vLLM cannot load again; or vLLM cannot reload at all.
     """
     compat.check_layerwise_reload()
     if worker.vllm_config.parallel_config.enable_eplb:
@@ -26,6 +32,18 @@ def refuse_unfit(worker: Any) -> None:
             "the engine balances its experts (enable_eplb), and vLLM loads experts into the "
             "places that they had at the start; nothing was written; start it without "
             "--enable-eplb"
+        )
+    if (setting := _offloads(worker.vllm_config)) is not None:
+        raise UnsupportedError(
+            f"the engine keeps a part of its weights on the host ({setting}), and vLLM's reload "
+            f"does not know of that; nothing was written; start it without {setting}"
+        )
+    quantisation = _quantisation(worker.vllm_config)
+    if quantisation in LOADED_ONCE:
+        raise UnsupportedError(
+            f"the engine's weights are quantised by {quantisation} while they are read from files, "
+            f"and vLLM cannot load such weights again; nothing was written; start it with another "
+            f"quantisation, or with none"
         )
     refuse_at_work(worker)
 
@@ -52,6 +70,17 @@ def refuse_at_work(worker: Any) -> None:
         )
 
 
+def note_of(worker: Any) -> str:
+    """Return what a user should know of an engine that is not refused; ``""`` for nothing."""
+    quantisation = _quantisation(worker.vllm_config)
+    if quantisation is None or quantisation in COMPARED:
+        return ""
+    return (
+        f"weights quantised by {quantisation} are loaded as vLLM's own reload does it; no engine "
+        f"of that kind was compared with one that was started from them"
+    )
+
+
 def weights_are_asleep(worker: Any) -> bool:
     """Whether a sleep took the memory of this worker's weights away."""
     allocations = _allocations()
@@ -70,3 +99,26 @@ def _allocations() -> list[Any]:
         instance = getattr(getattr(loaded, cls, None), "instance", None)
         found.extend(getattr(instance, "pointer_to_data", {}).values())
     return found
+
+
+def _quantisation(vllm_config: Any) -> str | None:
+    """Return what the engine's weights are quantised by; ``None``: by nothing."""
+    name = getattr(getattr(vllm_config, "model_config", None), "quantization", None)
+    return None if name is None else str(name)
+
+
+def _offloads(vllm_config: Any) -> str | None:
+    """Return the setting by which an engine keeps weights on the host, or ``None``."""
+    offload = getattr(vllm_config, "offload_config", None)
+    owners = {
+        # Older versions have it among the settings of the cache.
+        "cpu_offload_gb": (
+            getattr(offload, "uva", None),
+            getattr(vllm_config, "cache_config", None),
+        ),
+        "offload_group_size": (getattr(offload, "prefetch", None),),
+    }
+    for name, found in owners.items():
+        if any(getattr(owner, name, 0) for owner in found):
+            return name
+    return None

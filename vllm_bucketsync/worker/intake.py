@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..layout import TensorMeta
-from . import compat, completeness, problems
+from . import compat, completeness, experts, problems
 from .completeness import Waiver
 from .layerwise import LayerwiseReload, OpenLayer, original_loader
 from .problems import Problem
@@ -115,10 +115,20 @@ class Intake:
             unused = watch.unused()
         if error is not None:
             position = next(i for i, (meta, _) in enumerate(weights) if meta.name == name)
-            self._handle_failure(weights[position], error, was_used=position not in unused)
-            return
+            if not self._may_split(name, is_unused=position in unused):
+                self._handle_failure(weights[position], error, was_used=position not in unused)
+                return
+            self._feed_and_check(weights[position:])
+            unused = {one for one in unused if one < position}
         for position in sorted(unused):
             self._handle_unused(weights[position][0])
+
+    def _may_split(self, name: str, *, is_unused: bool) -> bool:
+        """Whether to try again with experts one by one, after a loader raised at ``name``."""
+        if not (is_unused and experts.is_fused(name)) or experts.are_split(self._model):
+            return False
+        experts.split_from_now_on(self._model)
+        return True
 
     def _feed(self, weights: Weights) -> tuple[Exception | None, str]:
         """Feed tensors; return what was raised, and at which name."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
-from . import compat
+from . import compat, experts
 from .finalised import Finalised
 
 
@@ -96,7 +96,7 @@ class LayerwiseReload:
 
     def feed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
         """Give tensors to the model's loaders; return what they loaded, if they say it."""
-        loaded = self._model.load_weights(weights)  # type: ignore[operator]
+        loaded = experts.load(self._model, weights)
         return None if loaded is None else set(loaded)
 
     def waiting(self) -> list[OpenLayer]:

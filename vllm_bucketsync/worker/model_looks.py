@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class ModelLooks:
         # order: a reload takes tensors away and puts them back.
         self._getters = [itemgetter(*table, next(iter(table))) for table in tables if table]
         self._values = self._get_values(tables)
+        self._entries = _entries_of(tables)
         self._methods = _methods_of(self._modules)
         tensors = [one for one in self._values if isinstance(one, torch.Tensor)]
         # Each once: for as long as the values are the same, so are their twins.
@@ -50,15 +51,8 @@ class ModelLooks:
         if worker.model_runner.get_model() is not self._model or _part(worker) != self._part:
             return False
         # Children are in tables: while those are the same, so is the list of modules.
-        tables = _tables_of(self._modules)
-        if list(map(len, tables)) != self._sizes:
-            return False
-        try:
-            values = self._get_values(tables)
-        except KeyError:
-            return False
         return (
-            _are_same(values, self._values)
+            self._has_same_tables()
             and _are_same(_methods_of(self._modules), self._methods)
             # The very same objects, so that these are among them.
             and self._looks.are_those_of(self._tensors)
@@ -70,6 +64,23 @@ class ModelLooks:
         if self._finalised is None:
             self._finalised = Finalised(filter(compat.is_processed_last, self._modules))
         return self._finalised
+
+    def _has_same_tables(self) -> bool:
+        tables = _tables_of(self._modules)
+        entries = _entries_of(tables)
+        if _are_same(entries, self._entries):
+            return True
+        if list(map(len, tables)) != self._sizes:
+            return False
+        try:
+            values = self._get_values(tables)
+        except KeyError:
+            return False
+        if not _are_same(values, self._values):
+            return False
+        # The same in another order, which is the one to expect from now on.
+        self._entries = entries
+        return True
 
     def _get_values(self, tables: Sequence[dict[str, Any]]) -> list[Any]:
         filled = compress(tables, self._sizes)
@@ -93,6 +104,12 @@ def _part(worker: Any) -> tuple[Any, ...]:
 def _tables_of(modules: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
     """Return every module's tables of tensors and children."""
     return list(chain.from_iterable(map(table, modules) for table in _TABLES))
+
+
+def _entries_of(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return all names, then all that they stand for, in the tables' order."""
+    values = map(methodcaller("values"), tables)
+    return [*chain.from_iterable(tables), *chain.from_iterable(values)]
 
 
 def _methods_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
