@@ -86,12 +86,15 @@ def place() -> Iterator[Place]:
         found = Place(root=root, port=free_port())
         lora = "--enable-lora --max-lora-rank 8 --max-loras 1"
         servers: list[tuple[str, dict[str, Any]]] = [
-            (f"--host 127.0.0.1 --port {found.port} {lora}", {"base_url": found.url}),
+            (
+                f"--host 127.0.0.1 --port {found.port} {lora}",
+                {"base_url": found.url, "transport": httpx.HTTPTransport(retries=5)},
+            ),
             (
                 f"--uds {root / 'b.sock'}",
                 {
                     "base_url": "http://localhost",
-                    "transport": httpx.HTTPTransport(uds=str(root / "b.sock")),
+                    "transport": httpx.HTTPTransport(uds=str(root / "b.sock"), retries=5),
                 },
             ),
         ]
@@ -100,7 +103,7 @@ def place() -> Iterator[Place]:
             for number, (arguments, _) in enumerate(servers)
         ]
         for number, (_, connection) in enumerate(servers):
-            wait_until_healthy(httpx.Client(**connection), started[number], root / f"{number}.log")
+            wait_until_healthy(connection, started[number], log=root / f"{number}.log")
         yield found
 
 
@@ -130,17 +133,17 @@ def served(root: Path, *, log: Path, arguments: str) -> Iterator[subprocess.Pope
         process.wait(timeout=20)
 
 
-def wait_until_healthy(http: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_healthy(
+    connection: dict[str, Any], process: subprocess.Popen[bytes], *, log: Path
+) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    with http:
-        while time.monotonic() < deadline:
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                if http.get("/health").is_success:
-                    return
-            except httpx.HTTPError:
-                time.sleep(0.25)
-    raise AssertionError(f"no answer in {START_TIMEOUT_S:g} s: {log.read_text()[-3000:]}")
+    # Before it listens, httpx would leave a socket open with each try.
+    while b"Application startup complete" not in log.read_bytes():
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.25)
+    with httpx.Client(**connection) as http:
+        assert http.get("/health").is_success
 
 
 def save_adapter(base: Path, folder: Path) -> None:
