@@ -60,7 +60,12 @@ ROWS = [
     *(Row(model=kind, dtype="float32") for kind in ("deepseek_v3", "mamba2")),
     Row(model="paligemma", dtype="float32", settings=TEXT_ONLY),
     Row(model="qwen3", dtype="float16"),
-    *(Row(model=kind) for kind in ("qwen3", "glm4_moe", "qwen3_next")),
+    *(Row(model=kind) for kind in ("qwen3", "qwen3_next")),
+    Row(
+        model="glm4_moe",
+        why_not_run="vLLM 0.32 itself crashes in the CPU's rotary embedding of this tiny model in "
+        "bf16, before anything is pushed",
+    ),
     Row(
         model="llama",
         mode="dummy start",
