@@ -12,14 +12,22 @@ _MAX = torch.finfo(torch.float8_e4m3fn).max
 # What checkpoints leave as it is: embeddings, heads, norms and routers.
 _QUANTISED = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$")
 
+# Routers, which vLLM would otherwise take for quantised; for models of as many layers at most.
+_ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(8)]
 # By the name of the files' kind: what ``config.json`` says of them.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
+    "fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": _ROUTERS,
+    },
     "fp8_block": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [_BLOCK, _BLOCK],
+        "modules_to_not_convert": _ROUTERS,
     },
 }
 

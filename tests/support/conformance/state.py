@@ -17,6 +17,8 @@ DERIVED = " -> "
 EXPLAINED = {
     "kv_cache": "what requests left in the cache",
     "workspace": "scratch of a kernel",
+    "punica_wrapper": "which adapter each token of the last batch asked for",
+    "adapter_enabled": "which slots of adapters are in use: an engine's warm-up leaves some",
 }
 # How deep objects within a module are looked into: a quant method, its kernel, that one's parts.
 _MAX_DEPTH = 5
