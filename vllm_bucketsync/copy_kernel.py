@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 WIDTH_BYTES = 16
 # As many bytes are one block's.
 _CHUNK_BYTES = 64 * 1024
+# A table of fewer bytes is made by Python, adapters' for one.
+_SMALL_BYTES = 64 * 1024**2
 # As the kernel says.
 _THREADS = 512
 _PTX = Path(__file__).with_suffix(".ptx")
@@ -72,6 +74,14 @@ def is_available(device: torch.device) -> bool:
 
 def _chunks(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Return the rows of the table: ``[num_chunks, 3]``, int64, on the CPU."""
+    if sum(sizes) < _SMALL_BYTES:
+        # Torch's pool of threads takes longer to wake up.
+        rows = [
+            (source + first, target + first, min(size - first, _CHUNK_BYTES))
+            for source, target, size in zip(sources, targets, sizes, strict=True)
+            for first in range(0, size, _CHUNK_BYTES)
+        ]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
     size = torch.tensor(sizes, dtype=torch.int64)
     num_chunks = (size + _CHUNK_BYTES - 1) // _CHUNK_BYTES
     copy = torch.repeat_interleave(torch.arange(len(size)), num_chunks)

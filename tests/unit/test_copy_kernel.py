@@ -16,8 +16,12 @@ sizes_ = st.lists(
 )
 
 
-@given(sizes_)
-def test_chunks_are_small_and_cover_every_copy_once_and_in_order(sizes: list[int]) -> None:
+@given(sizes_, st.booleans())
+def test_chunks_are_small_and_cover_every_copy_once_and_in_order(
+    sizes: list[int], is_large: bool
+) -> None:
+    # Enough to be made by torch: one copy of its own, far from the others.
+    sizes = [*sizes, copy_kernel._SMALL_BYTES] if is_large else sizes
     sources = [1 << 40 | index << 30 for index in range(len(sizes))]
     targets = [1 << 50 | index << 30 for index in range(len(sizes))]
 
