@@ -81,18 +81,23 @@ def _chunks(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
             for source, target, size in zip(sources, targets, sizes, strict=True)
             for first in range(0, size, _CHUNK_BYTES)
         ]
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
-    size = torch.tensor(sizes, dtype=torch.int64)
+        return _on_host(rows).view(-1, 3)
+    size = _on_host(sizes)
     num_chunks = (size + _CHUNK_BYTES - 1) // _CHUNK_BYTES
-    copy = torch.repeat_interleave(torch.arange(len(size)), num_chunks)
-    number = torch.arange(len(copy)) - (num_chunks.cumsum(0) - num_chunks)[copy]
+    copy = torch.repeat_interleave(torch.arange(len(size), device="cpu"), num_chunks)
+    number = torch.arange(len(copy), device="cpu") - (num_chunks.cumsum(0) - num_chunks)[copy]
     first_byte = number * _CHUNK_BYTES
     columns = (
-        torch.tensor(sources, dtype=torch.int64)[copy] + first_byte,
-        torch.tensor(targets, dtype=torch.int64)[copy] + first_byte,
+        _on_host(sources)[copy] + first_byte,
+        _on_host(targets)[copy] + first_byte,
         (size[copy] - first_byte).clamp(max=_CHUNK_BYTES),
     )
     return torch.stack(columns, dim=1).contiguous()
+
+
+def _on_host(numbers: Sequence[object]) -> torch.Tensor:
+    # Whatever the default device is: a trainer may have set it.
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _launch(kernel: ctypes.c_void_p | None, table: torch.Tensor) -> None:

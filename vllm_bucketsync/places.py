@@ -127,7 +127,8 @@ class Places:
             return [], []
         numbers, width = range(len(self._places)), copy_kernel.WIDTH_BYTES
         is_even = [
-            dtype in _FUSIBLE and not (size | address) % width
+            # Bytes are bytes, but those of a complex tensor may stand for its conjugate.
+            not dtype.is_complex and not (size | address) % width
             for (_, dtype, _), size, address in zip(
                 self._places, self._sizes, self._addresses, strict=True
             )

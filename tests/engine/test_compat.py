@@ -231,7 +231,7 @@ def test_a_drafter_that_keeps_weights_of_its_own_is_said(
 ) -> None:
     draft = torch.nn.Module()
     draft.embed = world.model.get_submodule("model.embed_tokens")
-    monkeypatch.setattr(world.worker, "get_draft_model", lambda: draft, raising=False)
+    monkeypatch.setattr(world.worker.model_runner, "get_draft_model", lambda: draft, raising=False)
     assert push(world.sink(), world.tensors(1)).notes == ()
 
     draft.own = torch.nn.Linear(2, 2)

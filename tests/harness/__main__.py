@@ -30,7 +30,7 @@ def main() -> int:
     options = _parse()
     try:
         folder = vllm_tests.fetch(vllm_tests.installed_version(), cache=options.cache)
-    except vllm_tests.FetchError as error:
+    except (vllm_tests.FetchError, subprocess.SubprocessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
     results = options.results.resolve()
@@ -39,7 +39,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bucketsync-harness-") as name:
         try:
             place = _prepare(Path(name), folder, options, results)
-        except (environments.SetupError, subprocess.CalledProcessError) as error:
+        except (environments.SetupError, subprocess.SubprocessError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 3
         problems = [] if options.only == "vllm" else ours.run(place)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,10 +139,11 @@ def _wait(
         return code
     finally:
         if process.poll() is None:
-            # vLLM's fixtures end their servers when they are asked to.
-            process.terminate()
-            try:
+            # As by Ctrl-C: pytest runs the ends of fixtures, which stop their servers.
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(_STOP_S)
+        # Also what a pytest that crashed has left; a server would keep its port.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(_STOP_S)

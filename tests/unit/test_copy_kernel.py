@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,15 @@ def test_chunks_are_small_and_cover_every_copy_once_and_in_order(
             end += length
         assert end == size
     assert len(rows) == sum(-(-size // copy_kernel._CHUNK_BYTES) for size in sizes)
+
+
+@pytest.mark.parametrize("size", [4096, copy_kernel._SMALL_BYTES])
+def test_the_table_is_made_on_the_host_whatever_the_default_device_is(size: int) -> None:
+    with torch.device("meta"):
+        rows = copy_kernel._chunks([1 << 40], [1 << 41], [size])
+
+    assert rows.is_cpu
+    assert rows[0].tolist() == [1 << 41, 1 << 40, min(size, copy_kernel._CHUNK_BYTES)]
 
 
 def test_it_is_for_gpus_only() -> None:

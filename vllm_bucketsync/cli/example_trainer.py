@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from .exits import CommandError
 from .servers import STOP_TIMEOUT_S, environment, signal_group, with_logs
 
 _POLL_S = 0.1
+# For the engine to start, or for one update: seconds on two cores.
+UPDATE_TIMEOUT_S = 600.0
 
 
 def main(checkpoint: str, num_updates: str, seed: str, *options: str) -> None:
@@ -54,7 +57,6 @@ def lines_of(arguments: Sequence[str], log: Path) -> Iterator[str]:
             [sys.executable, "-m", __name__, *arguments],
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
             env=_environment_of(os.environ),
             # A group of its own: what ends the trainer reaches its engine, too.
             start_new_session=True,
@@ -62,15 +64,43 @@ def lines_of(arguments: Sequence[str], log: Path) -> Iterator[str]:
     with trainer:
         try:
             # The engine's process writes to the same pipe.
-            yield from (line for line in trainer.stdout or () if line.startswith("{"))
-            trainer.wait()
+            yield from (line for line in _read(trainer, log) if line.startswith("{"))
+            trainer.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise CommandError(with_logs("the trainer is done but does not end", log)) from None
         finally:
             _end(trainer)
     if trainer.returncode:
         raise CommandError(with_logs(f"the trainer ended with code {trainer.returncode}", log))
 
 
-def _end(trainer: subprocess.Popen[str]) -> None:
+def _read(trainer: subprocess.Popen[bytes], log: Path) -> Iterator[str]:
+    """Yield lines until the trainer has ended, or its pipe has.
+
+    Raises:
+        CommandError: It said nothing for ``UPDATE_TIMEOUT_S``.
+    """
+    pipe = trainer.stdout
+    if pipe is None:
+        return
+    said, deadline = b"", time.monotonic() + UPDATE_TIMEOUT_S
+    while True:
+        if not select.select([pipe], [], [], _POLL_S)[0]:
+            if trainer.poll() is not None:
+                return
+            if time.monotonic() > deadline:
+                text = f"the trainer said nothing for {UPDATE_TIMEOUT_S:.0f} s"
+                raise CommandError(with_logs(text, log))
+            continue
+        chunk = os.read(pipe.fileno(), 65536)
+        if not chunk:
+            return
+        *lines, said = (said + chunk).split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines)
+        deadline = time.monotonic() + UPDATE_TIMEOUT_S
+
+
+def _end(trainer: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + STOP_TIMEOUT_S
     try:
         is_there = signal_group(trainer.pid, signal.SIGTERM)

@@ -53,17 +53,22 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         with WeightSync(**online.connection(args)) as sync:
             workers = sync.status()
-        held = {url: why for url in args.url if (why := held_back(url, api_key=args.api_key))}
     except BucketSyncError as error:
         raise CommandError.of(error) from error
     if args.json:
         print(json.dumps(workers, indent=2))
     else:
         show(screen.stdout(args), workers)
-    for url, why in held.items():
-        screen.stderr(args).print(
-            f"{url}: requests are held back: {why}", markup=False, highlight=False, soft_wrap=True
-        )
+    for url in args.url:
+        try:
+            why = held_back(url, api_key=args.api_key)
+            told = why and f"requests are held back: {why}"
+        except BucketSyncError as error:
+            told = f"cannot say whether requests are held back: {error}"
+        if told:
+            screen.stderr(args).print(
+                f"{url}: {told}", markup=False, highlight=False, soft_wrap=True
+            )
     if found := worker_problems(workers):
         raise CommandError("; ".join(found))
     return ExitCode.OK

@@ -24,16 +24,8 @@ _CPU = torch.device("cpu")
 _NEEDED = ("LAYERWISE_INFO", "LOADING_LAYERS", "_layerwise_process", "_place_kernel_tensors")
 
 
-def num_draft_tensors(worker: Any) -> int:
-    """Return how many tensors a speculative drafter has beside those of the model."""
-    find = getattr(worker, "get_draft_model", None)
-    draft = None if find is None else find()
-    if draft is None:
-        return 0
-    shared = {id(one) for one in worker.model_runner.get_model().parameters()}
-    return sum(id(one) not in shared for one in draft.parameters())
-
-
+# Names that stand for all experts of a layer, by how they end.
+FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 # What plans are made and run with besides; without it, everything goes through the loaders.
 _NEEDED_TO_PLAN = ("get_layerwise_info", "restore_layer_on_meta", "materialize_layer")
 
@@ -42,6 +34,16 @@ def can_plan() -> bool:
     """Whether this vLLM and this torch have what plans need."""
     has_parts = all(hasattr(layerwise, name) for name in _NEEDED_TO_PLAN)
     return has_parts and hasattr(torch._C, "_storage_Use_Count")
+
+
+def num_draft_tensors(worker: Any) -> int:
+    """Return how many tensors a speculative drafter has beside those of the model."""
+    find = getattr(worker.model_runner, "get_draft_model", None)
+    draft = None if find is None else find()
+    if draft is None:
+        return 0
+    shared = {id(one) for one in worker.model_runner.get_model().parameters()}
+    return sum(id(one) not in shared for one in draft.parameters())
 
 
 def check_layerwise_reload() -> None:
@@ -180,7 +182,9 @@ def why_skipped(worker: Any, model: torch.nn.Module, name: str) -> str | None:
         return "it belongs to a draft head"
     if is_on_another_stage(model, renamed):
         return "another pipeline stage has it"
-    if worker.vllm_config.parallel_config.enable_expert_parallel and ".experts." in renamed:
+    is_of_all = renamed.endswith(FUSED_EXPERTS)
+    has_a_part = worker.vllm_config.parallel_config.enable_expert_parallel
+    if has_a_part and ".experts." in renamed and not is_of_all:
         return "another worker has that expert"
     return None
 

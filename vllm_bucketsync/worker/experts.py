@@ -2,7 +2,8 @@
 
 transformers 5 keeps a layer's experts as ``experts.gate_up_proj`` and ``experts.down_proj``.
 Some of vLLM's models load these names, others only those that files have; which, their
-version decides, and a dry run or the first failure tells.
+version decides, and a dry run or the first failure tells. One expert after the other, each as
+``nn.Linear`` has it, gate above up: ``[experts, 2 * inner, width]``, ``[experts, width, inner]``.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Any
 
 import torch
 
+from . import compat
+
 # Models whose loaders were seen to refuse fused experts.
 _SPLIT: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_, _DOWN = compat.FUSED_EXPERTS
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def is_fused(name: str) -> bool:
     """Whether a checkpoint's name is that of all experts of a layer."""
-    return name.endswith((_GATE_UP, _DOWN))
+    return name.endswith(compat.FUSED_EXPERTS)
 
 
 def are_split(model: torch.nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import EngineAsleepError, EngineBusyError, UnsupportedError
@@ -70,15 +71,19 @@ def refuse_at_work(worker: Any) -> None:
         )
 
 
-def note_of(worker: Any) -> str:
-    """Return what a user should know of an engine that is not refused; ``""`` for nothing."""
+def notes_of(worker: Any) -> Iterator[str]:
+    """Yield what a user should know of an engine that is not refused."""
     quantisation = _quantisation(worker.vllm_config)
-    if quantisation is None or quantisation in COMPARED:
-        return ""
-    return (
-        f"weights quantised by {quantisation} are loaded as vLLM's own reload does it; no engine "
-        f"of that kind was compared with one that was started from them"
-    )
+    if quantisation is not None and quantisation not in COMPARED:
+        yield (
+            f"weights quantised by {quantisation} are loaded as vLLM's own reload does it; no "
+            f"engine of that kind was compared with one that was started from them"
+        )
+    if num_drafting := compat.num_draft_tensors(worker):
+        yield (
+            f"the engine's drafter keeps {num_drafting} tensors of its own as they were: fewer of "
+            f"its drafts will be accepted; what the engine says is right"
+        )
 
 
 def weights_are_asleep(worker: Any) -> bool:

@@ -118,6 +118,12 @@ class Intake:
             if not self._may_split(name, is_unused=position in unused):
                 self._handle_failure(weights[position], error, was_used=position not in unused)
                 return
+            # Loaded, though their loader could not say it any more.
+            self._loaded |= {
+                compat.engine_name(self._model, meta.name) or meta.name
+                for index, (meta, _) in enumerate(weights[:position])
+                if index not in unused
+            }
             self._feed_and_check(weights[position:])
             unused = {one for one in unused if one < position}
         for position in sorted(unused):

@@ -125,8 +125,7 @@ class WeightSink:
             LoadError: The manifest does not fit. The model is as it was.
         """
         guards.refuse_unfit(self._worker)
-        if note := guards.note_of(self._worker):
-            self._notes.append(note)
+        self._notes.extend(guards.notes_of(self._worker))
         with compat.engine_context(self._worker.vllm_config):
             # vLLM's own knows the model with its wrappers.
             if layerwise.is_open(self._model):
@@ -203,11 +202,6 @@ class WeightSink:
                 split = _joined(self._replay.settle(), split)
         with compat.engine_context(self._worker.vllm_config):
             self._notes.extend(caches.drop_caches(self._worker))
-            if num_drafting := compat.num_draft_tensors(self._worker):
-                self._notes.append(
-                    f"the engine's drafter keeps {num_drafting} tensors of its own as they were: "
-                    f"fewer of its drafts will be accepted; what the engine says is right"
-                )
             left_as_is = self._left_as_is()
             if not left_as_is:
                 sleeps.regain_base(self._worker)

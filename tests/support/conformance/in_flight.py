@@ -12,7 +12,6 @@ from vllm_bucketsync import WeightSync
 
 from . import state
 from .proof import PROMPTS, Bench, Holding, tokens_of
-from .results import NotRunError
 from .rows import Row
 
 PROMPT = PROMPTS[3]
@@ -52,10 +51,7 @@ def prove_paused(row: Row, bench: Bench) -> None:
     """Show what each way to pause an ``AsyncLLM`` does to a request that runs."""
     from ..async_engines import running_async
 
-    try:
-        old, new = (_alone(row, bench, s, [PROMPT], NUM_ASYNC_TOKENS)[0] for s in (0, 1))
-    except Exception as error:
-        raise NotRunError(f"vLLM starts no such engine here: {error}") from error
+    old, new = (_alone(row, bench, s, [PROMPT], NUM_ASYNC_TOKENS)[0] for s in (0, 1))
     truths = [bench.truth(row, seed) for seed in (0, 1)]
     settings = dict(bench.defaults) | {"dtype": row.dtype, **row.settings}
     with (

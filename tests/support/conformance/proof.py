@@ -119,7 +119,7 @@ class Bench:
         """Return what an engine holds that was started from the checkpoint of a seed.
 
         Raises:
-            NotRunError: vLLM starts no such engine here, ours or not.
+            NotRunError: vLLM starts no such engine here, as the row says of some places.
         """
         settings = row.settings if row.truth_settings is None else row.truth_settings
         key = (row.model, row.dtype, row.files, repr(sorted(settings.items())), str(seed))
@@ -128,6 +128,8 @@ class Bench:
                 with self.running(row, seed, is_truth=True) as llm:
                     self.known[key] = Holding.of(llm)
             except Exception as error:
+                if not row.may_not_start or row.may_not_start not in _first(error):
+                    raise
                 raise NotRunError(f"vLLM starts no such engine here: {_first(error)}") from error
         return self.known[key]
 
@@ -180,7 +182,7 @@ def prove_refused(row: Row, bench: Bench) -> str:
             pytest.raises(BucketSyncError, match=row.why_refused) as caught,
         ):
             sync.push(row.source(row, 1), version="refused", **row.push)
-        # No push has emptied it, and what comes out of it differs in the last bits.
+        # Not every engine's push has emptied it, and what comes out differs in the last bits.
         llm.reset_prefix_cache()
         assert "nothing was written" in str(caught.value)
         Holding.of(llm).is_that_of(before)

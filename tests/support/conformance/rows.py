@@ -38,6 +38,7 @@ class Row:
         has_old_outputs: Outputs before the first push are those of the first checkpoint.
         why_refused: A part of the error with which it has to be refused.
         why_not_run: Why it is not tried at all.
+        may_not_start: A part of the error of a vLLM that starts no such engine in some places.
         is_long: Not for every run.
     """
 
@@ -56,6 +57,7 @@ class Row:
     has_old_outputs: bool = True
     why_refused: str = ""
     why_not_run: str = ""
+    may_not_start: str = ""
     is_long: bool = False
 
     @property

@@ -20,6 +20,7 @@ from .results import VARIABLE
 
 TESTS = "tests/gpu/test_conformance.py"
 MOST_ROWS = 4
+TIMEOUT_S = 1800
 
 
 def main() -> int:
@@ -45,6 +46,8 @@ def _batches(expression: str) -> list[list[str]]:
     command = [sys.executable, "-m", "pytest", TESTS, "--collect-only", "-q", "-k", expression]
     listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     names = sorted(line for line in listed.stdout.splitlines() if "::" in line)
+    if listed.returncode or not names:
+        raise SystemExit(f"no row was found for -k {expression!r}:\n{listed.stdout}{listed.stderr}")
     by_model = itertools.groupby(names, key=lambda name: name.partition("[")[2].partition("-")[0])
     groups = [list(of_model) for _, of_model in by_model]
     batches = [
@@ -58,13 +61,17 @@ def _batches(expression: str) -> list[list[str]]:
 def _try(number: int, names: list[str], folder: Path) -> int:
     log = folder / f"batch-{number}.log"
     with log.open("w") as out:
-        code = subprocess.call(
-            [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", *names],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, VARIABLE: str(folder)},
-            timeout=1800,
-        )
+        try:
+            code = subprocess.call(
+                [sys.executable, "-m", "pytest", "-q", "-rA", "-m", "gpu", *names],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, VARIABLE: str(folder)},
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            out.write(f"FAILED to end within {TIMEOUT_S} s\n")
+            code = 1
     told = ("PASSED", "FAILED", "ERROR", "SKIPPED")
     lines = [line[:400] for line in log.read_text().splitlines() if line.startswith(told)]
     sys.stdout.write("\n".join([f"{log.name}: {code}", *lines]) + "\n")
