@@ -462,7 +462,7 @@ def test_a_dialer_says_at_once_that_nobody_listens(shm_dir: str) -> None:
         owner.listen()
     plain.touch()
 
-    for path, reason in ((dead, "refused"), (plain, "no socket"), (missing, "No such file")):
+    for path, reason in ((dead, "refused"), (plain, "not a socket"), (missing, "No such file")):
         with pytest.raises(PeerLostError, match=reason):
             Dialer(f"ipc://{path}")
     dead.unlink()
@@ -479,7 +479,7 @@ def test_a_dialer_trusts_no_socket_of_another_user(listener: Listener) -> None:
 
 @pytest.mark.parametrize("endpoint", ["", "tcp://127.0.0.1:5555", "ipc://relative", "/run/x.sock"])
 def test_what_is_no_endpoint_of_ours_is_refused(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="no endpoint"):
+    with pytest.raises(ConfigError, match="not an endpoint"):
         Dialer(endpoint)
 
 
