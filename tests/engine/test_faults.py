@@ -94,7 +94,11 @@ def test_a_trainer_that_is_struck_leaves_an_engine_that_says_so_and_goes_on(
 
     (result,) = trainer.results
     assert took_s < LIMITS_S[fault]
-    assert (result["state"], (result["error"] or {}).get("code")) == (held, code)
+    told = (result["state"], (result["error"] or {}).get("code"))
+    # ZeroMQ sends from a thread of its own: the last message may have died with its process.
+    may_be_lost = {("torn", "peer_lost")} if state is State.COMMITTING else set()
+    assert told in {(held, code), *may_be_lost}
+    held = told[0]
     with WeightSync(stage.llm) as sync:
         (status,) = sync.status()
         version = "7" if held == "committed" else "old"
