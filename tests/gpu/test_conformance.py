@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from support.conformance.in_flight import prove_in_flight, prove_paused
-from support.conformance.proof import Bench, prove, prove_refused
-from support.conformance.results import NotRunError, recorded
+from support.conformance.proof import Bench, prove_row
+from support.conformance.results import recorded
 from support.conformance.rows import Row, files_of
 from support.gpu_engines import SETTINGS, running
 
@@ -199,13 +199,7 @@ def name_of(row: Any) -> str:
 def test_an_engine_that_was_given_weights_is_one_that_was_started_from_them(
     row: Row, bench: Bench
 ) -> None:
-    with recorded(row) as reasons:
-        if row.why_not_run:
-            raise NotRunError(row.why_not_run)
-        if row.why_refused:
-            reasons.append(prove_refused(row, bench))
-        else:
-            prove(row, bench)
+    prove_row(row, bench)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from vllm_bucketsync import BucketSyncError, WeightSync
 
 from . import state
-from .results import NotRunError
+from .results import NotRunError, recorded
 from .rows import SEEDS, Row
 
 # One is longer than a chunk of a chunked prefill, and the last has most of it in common.
@@ -132,6 +132,17 @@ class Bench:
                     raise
                 raise NotRunError(f"vLLM starts no such engine here: {_first(error)}") from error
         return self.known[key]
+
+
+def prove_row(row: Row, bench: Bench) -> None:
+    """Show what a row claims, and write down what came of it."""
+    with recorded(row) as reasons:
+        if row.why_not_run:
+            raise NotRunError(row.why_not_run)
+        if row.why_refused:
+            reasons.append(prove_refused(row, bench))
+        else:
+            prove(row, bench)
 
 
 def prove(row: Row, bench: Bench) -> None:
