@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,7 @@ from vllm_bucketsync.messages import Open
 from vllm_bucketsync.sinks import Bucket, Piece
 from vllm_bucketsync.worker import sleeps
 from vllm_bucketsync.worker.lora import shelf
-from vllm_bucketsync.worker.lora.sink import AdapterSink, in_host_memory, parts_of_one_copy
+from vllm_bucketsync.worker.lora.sink import AdapterSink
 from vllm_bucketsync.worker.weights import WeightSink
 
 
@@ -104,7 +103,7 @@ def test_an_adapter_that_vllm_has_scaled_and_forgotten_comes_back_from_a_pristin
     truth = outputs_of(llm, from_disk(folder, 1))
     with monkeypatch.context() as patch:
         if not has_clones:
-            patch.setattr(torch, "empty_like", lambda tensor, **_: tensor)
+            patch.setattr(shelf, "clones_of", lambda tensors, **_: dict(tensors))
         put(llm, tensors_of(1))
     assert outputs_of(llm, request_for()) == truth
 
@@ -130,7 +129,7 @@ def test_nothing_that_is_kept_shares_memory_with_anything(llm: Any) -> None:
         for held in (lora.lora_a, lora.lora_b)
         for tensor in (held if isinstance(held, list) else [held])
     }
-    assert len(mine) == len(kept.tensors)
+    assert (len(mine), len(kept.tensors)) == (1, len(tensors))
     assert mine.isdisjoint(theirs)
     assert bucket.untyped_storage().data_ptr() not in mine | theirs
 
@@ -268,27 +267,6 @@ def test_an_adapter_is_removed_from_a_worker_that_sleeps_without_a_write_to_its_
     monkeypatch.undo()
     put(llm, tensors_of(1))
     assert kept.remove("policy")
-
-
-def test_a_bucket_on_a_device_is_copied_once_for_all_that_it_holds() -> None:
-    bucket = torch.arange(4096, dtype=torch.int16).view(torch.uint8)
-    metas = metas_of({"a": torch.ones(100, dtype=torch.int16), "b": torch.ones(3)})
-    slots = [bucket[512:712], bucket[768:780]]
-    pieces = [
-        Piece(index=index, meta=meta, first_byte=0, data=data)
-        for index, (meta, data) in enumerate(zip(metas, slots, strict=True))
-    ]
-    assert in_host_memory(pieces) is pieces
-
-    elsewhere = replace(pieces[0], data=bucket[512:712].clone())
-    far = replace(pieces[0], data=bucket[7168:7368])
-    for given in (pieces, [*pieces, elsewhere], [*pieces, far]):
-        found = parts_of_one_copy(given)
-        assert [bytes_of(one.data) for one in found] == [bytes_of(one.data) for one in given]
-        storages = {one.data.untyped_storage().data_ptr() for one in found}
-        assert bucket.untyped_storage().data_ptr() not in storages
-        assert len(storages) == (1 if given is pieces else 3)
-    assert found[0].tensor().shape == (100,)
 
 
 def test_a_config_that_is_none_is_refused(llm: Any) -> None:

@@ -20,6 +20,7 @@ from ...adapters import id_of, is_ours
 from ...errors import AdapterCapacityError, AdapterError
 from ...messages import AdapterSpec
 from .. import compat
+from .clones import clones_of
 from .fit import Fits
 from .places import is_head, nan_head
 from .swap import check_room, empty_all, make_room, pins_of, swap, take_out
@@ -116,13 +117,15 @@ class Shelf:
             Exception: vLLM refuses it.
         """
         owner, manager = self._owner, self._manager
-        is_pinned = compat.pins_adapters()
-        tensors = {
-            # vLLM scales what it gets, in place; and copies what is to be pinned, and is not.
-            name: torch.empty_like(tensor, pin_memory=is_pinned).copy_(tensor)
-            for name, tensor in kept.tensors.items()
-            if not compat.is_expert_of_another(manager, name)
-        }
+        # vLLM scales what it gets, in place; and copies what is to be pinned, and is not.
+        tensors = clones_of(
+            {
+                name: tensor
+                for name, tensor in kept.tensors.items()
+                if not compat.is_expert_of_another(manager, name)
+            },
+            is_pinned=compat.pins_adapters(),
+        )
         model = owner._lora_model_cls.from_lora_tensors(
             lora_model_id=kept.spec.lora_int_id,
             tensors=tensors,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...adapters import check_spec
 from ...errors import AdapterConfigError, AdapterError, AdapterTensorError, EngineState
-from ...layout import Manifest, TensorMeta, aligned
+from ...layout import Manifest, TensorMeta
 from ...messages import Open
 from ...sinks import Bucket, Piece, SinkReport
 from .. import compat, guards
 from ..sleeps import Sleeps
+from .clones import on_host
 from .fit import Fit, check_fit
 from .settings import read_config
 from .shelf import Kept, Shelf, shelf_of
@@ -72,11 +72,11 @@ class AdapterSink:
 
     def load(self, bucket: Bucket) -> None:
         """Clone one bucket's tensors into private memory, in the engine's dtype."""
-        for piece in in_host_memory(bucket.pieces):
+        # The bucket is filled again.
+        for piece in on_host(bucket.pieces, is_pinned=compat.pins_adapters()):
             self._metas[piece.index] = piece.meta
             if piece.is_whole:
-                # A copy even where dtype and device agree: the bucket is filled again.
-                self._whole[piece.index] = piece.tensor().to(self._dtype, copy=True)
+                self._whole[piece.index] = piece.tensor().to(self._dtype)
             else:
                 self._add_fragment(piece)
 
@@ -212,32 +212,3 @@ class AdapterSink:
                 f"nothing was changed",
                 adapter=self._name,
             ) from error
-
-
-def in_host_memory(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the pieces of a bucket on a device as parts of one copy of it, for a moment.
-
-    One copy for all of them, since each takes as long as a few hundred KiB; and into memory
-    that is pinned and used again, since a fresh one costs more than the copy. Pieces that are
-    in host memory already stay the bucket's own.
-    """
-    if all(piece.data.device.type == "cpu" for piece in pieces):
-        return pieces
-    return parts_of_one_copy(pieces, is_pinned=compat.pins_adapters())
-
-
-def parts_of_one_copy(pieces: Sequence[Piece], *, is_pinned: bool = False) -> list[Piece]:
-    """Return pieces of one bucket as views of one new tensor on the host."""
-    offsets = [int(piece.data.storage_offset()) for piece in pieces]
-    ends = [offset + piece.data.numel() for offset, piece in zip(offsets, pieces, strict=True)]
-    start, num_bytes = min(offsets), sum(aligned(piece.data.numel()) for piece in pieces)
-    storages = {piece.data.untyped_storage().data_ptr() for piece in pieces}
-    if len(storages) > 1 or max(ends) - start > num_bytes:
-        # References to the trainer's own tensors, wherever those are.
-        return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
-    bucket = pieces[0].data.as_strided((max(ends) - start,), (1,), start)
-    copied = torch.empty(bucket.shape, dtype=bucket.dtype, pin_memory=is_pinned).copy_(bucket)
-    return [
-        replace(piece, data=copied[offset - start : end - start])
-        for piece, offset, end in zip(pieces, offsets, ends, strict=True)
-    ]
