@@ -29,10 +29,13 @@ MIB = 1024**2
 KINDS = ("cuda_ipc", "shm")
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeEngine]:
-    torch.zeros(1, device="cuda")
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[FakeEngine]:
     with FakeEngine(device="cuda:0") as engine:
+        # What this process's driver and allocator take the first time, and keep.
+        for kind in KINDS:
+            with WeightSync(engine, transport=kind, slot_size=4096) as sync:
+                sync.push(many_tensors(), version="first")
         yield engine
 
 

@@ -78,12 +78,20 @@ class Stage:
     def begin(self) -> None:
         device = self.device
         self.engine = FakeEngine("live", world_size=NUM_WORKERS, device=device)
-        self.trainer = StruckTrainer(device)
         self.has_respawned = False
         self.baseline: list[dict[str, int]] = []
         # Drivers and allocators take what they need with the first update, and keep it.
         with WeightSync(self.engine, slot_size=SLOT_SIZE) as sync:
             sync.push(tensors(self.next_fill(), device), version=self.fill)
+        self.begin_trainer()
+
+    def begin_trainer(self) -> None:
+        """Start a trainer, and have it take what its first update takes."""
+        self.trainer = StruckTrainer(self.device)
+        self.trainer.push(Order(fill=self.next_fill(), settings={}), self.engine)
+        assert self.trainer.told(self.engine)[0] == ("", "", "committed")
+        # There is another process on the device.
+        self.has_respawned = True
 
     def next_fill(self) -> int:
         self.fill += 1
@@ -222,7 +230,6 @@ def strike_the_trainer(case: Case, stage: Stage, shm_dir: str, stamp: Path) -> N
     if case.fault == "kill":
         trainer.process.join(10)
         trainer.end()
-        stage.trainer = StruckTrainer(stage.device)
     else:
         told, _ = trainer.told(engine)
 
@@ -234,11 +241,13 @@ def strike_the_trainer(case: Case, stage: Stage, shm_dir: str, stamp: Path) -> N
             check_workers_text(case, result["error"]["message"], pid)
     states = check_truth(stage, range(NUM_WORKERS), before=before, after=fill)
     assert [one["state"] for one in trainer.results] == states
-    if told is not None:
-        name, _, claim = told
-        assert name in {"", "GatherFailedError"} or hasattr(errors, name)
-        if claim is not None:
-            check_claim(claim, states, is_raised=bool(name))
+    if told is None:
+        stage.begin_trainer()
+        return
+    name, _, claim = told
+    assert name in {"", "GatherFailedError"} or hasattr(errors, name)
+    if claim is not None:
+        check_claim(claim, states, is_raised=bool(name))
 
 
 def resume(pid: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Self
 
 import torch
@@ -68,6 +69,12 @@ class Pin:
             logger.warning("shared memory stays pinned: %s", error)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the same stream of a GPU every time: torch keeps memory for each one there was."""
+    return torch.cuda.Stream(device)
+
+
 class HostCopies:
     """Copies from GPUs into one region, on a side stream for each of them.
 
@@ -89,7 +96,7 @@ class HostCopies:
             for device in devices:
                 stream = self._streams.get(device)
                 if stream is None:
-                    stream = self._streams[device] = torch.cuda.Stream(device)
+                    stream = self._streams[device] = _side_stream(device)
                 stream.wait_stream(torch.cuda.current_stream(device))
                 stack.enter_context(torch.cuda.stream(stream))
             yield
