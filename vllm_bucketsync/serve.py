@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -65,6 +66,17 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: Seconds
 
 
+class Ahead:
+    """What a worker can find out before an offer is there. This one: nothing."""
+
+    def during_a_call(self) -> AbstractContextManager[None]:
+        """Surround a call: what is found out in it holds until its end."""
+        return nullcontext()
+
+    def look_ahead(self) -> None:
+        """Find it out, for new weights. Never raises."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Worker:
     """One worker process, as updates see it: who it is, and what it keeps.
@@ -78,6 +90,7 @@ class Worker:
         probe: What this process was found to have; its own, unless given.
         make_sink: Makes the sink that an offer asks for.
         memory: What makes the next update warm.
+        ahead: What it does while the sender makes its offer ready.
         instance_id: Random, made anew with every worker process.
         adapter_versions: Tells the version of each adapter that it holds, by name.
         version: The weights that it holds; ``None`` before the first update.
@@ -92,6 +105,7 @@ class Worker:
     """
 
     make_sink: Callable[[Open], Sink]
+    ahead: Ahead = field(default_factory=Ahead)
     rank: int = 0
     dp_index: int = 0
     world_size: int = 1
@@ -157,12 +171,13 @@ class Worker:
         }
 
 
-def update(worker: Worker, offer: object) -> Result:
+def update(worker: Worker, offer: object, *, is_of_weights: bool = True) -> Result:
     """Run one update in this worker, from hello to the end.
 
     Args:
         worker: This worker.
         offer: The RPC's argument, see ``Offer``.
+        is_of_weights: Not of an adapter, as far as the call says.
 
     Returns:
         Primitives: ``ok``, ``state``, ``rank``, ``dp_index``, ``version``,
@@ -179,10 +194,12 @@ def update(worker: Worker, offer: object) -> Result:
         worker.memory.drop_dead_regions()
         accepted = _accept(offer)
         endpoint = _endpoint(accepted, worker)
-        if endpoint.startswith(link.SCHEME):
-            _run_linked(worker, receiver, accepted, link.find(endpoint))
-        else:
-            _run_dialled(worker, receiver, accepted, endpoint)
+        with worker.ahead.during_a_call():
+            if endpoint.startswith(link.SCHEME):
+                _run_linked(worker, receiver, accepted, link.find(endpoint))
+            else:
+                meanwhile = worker.ahead.look_ahead if is_of_weights else _nothing
+                _run_dialled(worker, receiver, accepted, endpoint, meanwhile=meanwhile)
     # Whatever it was, the caller gets it as data.
     except Exception as error:  # noqa: BLE001
         receiver.fail(error)
@@ -192,6 +209,10 @@ def update(worker: Worker, offer: object) -> Result:
     finally:
         receiver.release()
     return _conclude(worker, receiver)
+
+
+def _nothing() -> None:
+    """An adapter's update looks at its shelf, and at nothing in advance."""
 
 
 def status(worker: Worker) -> Result:
@@ -270,12 +291,20 @@ def _run_linked(worker: Worker, receiver: Receiver, offer: Offer, sender: link.L
         replies = [reply for command in commands for reply in receiver.step(command)]
 
 
-def _run_dialled(worker: Worker, receiver: Receiver, offer: Offer, endpoint: str) -> None:
+def _run_dialled(
+    worker: Worker,
+    receiver: Receiver,
+    offer: Offer,
+    endpoint: str,
+    *,
+    meanwhile: Callable[[], None],
+) -> None:
     kept = worker.memory.take_dialer(endpoint)
     channel = Dialer(endpoint) if kept is None else kept
     receiver.sender = f"the trainer (pid {channel.peer_pid or 'unknown'})"
     try:
-        _run_over(channel, worker, receiver, offer)
+        channel.send(encode(receiver.greet(worker.hello(offer))))
+        _run_over(channel, receiver, offer, meanwhile=meanwhile)
         if receiver.state is EngineState.COMMITTED:
             worker.memory.dialer = channel
     finally:
@@ -283,9 +312,11 @@ def _run_dialled(worker: Worker, receiver: Receiver, offer: Offer, endpoint: str
             channel.close()
 
 
-def _run_over(channel: Dialer, worker: Worker, receiver: Receiver, offer: Offer) -> None:
-    channel.send(encode(receiver.greet(worker.hello(offer))))
+def _run_over(
+    channel: Dialer, receiver: Receiver, offer: Offer, *, meanwhile: Callable[[], None]
+) -> None:
     try:
+        meanwhile()
         while not receiver.session.has_ended:
             command = _next_command(channel, receiver, offer)
             for reply in receiver.step(command):

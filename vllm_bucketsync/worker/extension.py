@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..staging import staged_if_asked
 from ..transport.devices import uuid_of
 from . import guards, sleeps
+from .footing import Footings
 from .lora.shelf import find_shelf, shelf_of
 from .lora.sink import AdapterSink
 from .weights import WeightMemory, WeightSink
@@ -52,6 +53,7 @@ class WorkerExtension:
     def _bucketsync_worker(self) -> serve.Worker:
         worker: Any = self
         memory = WeightMemory()
+        footings = Footings(worker, memory)
         watched = sleeps.watch(worker)
         if worker.vllm_config.lora_config is not None:
             # From now on: a request may be older than this worker, and name one of ours.
@@ -69,6 +71,7 @@ class WorkerExtension:
                 worker,
                 partial=opened.partial,
                 memory=memory,
+                footings=footings,
                 is_promise=opened.is_declared,
                 mode=PlanMode.from_env(),
                 verify=opened.verify,
@@ -82,6 +85,7 @@ class WorkerExtension:
         return serve.Worker(
             adapter_versions=adapter_versions,
             make_sink=make_sink,
+            ahead=footings,
             rank=worker.rank,
             dp_index=getattr(worker.vllm_config.parallel_config, "data_parallel_index", 0),
             world_size=worker.vllm_config.parallel_config.world_size,
@@ -114,7 +118,9 @@ class WorkerExtension:
         Returns:
             See ``update_weights_from_bucket``.
         """
-        return self._bucketsync_answer(lambda worker: serve.update(worker, offer))
+        return self._bucketsync_answer(
+            lambda worker: serve.update(worker, offer, is_of_weights=False)
+        )
 
     def bucketsync_remove_lora(self, name: str) -> dict[str, Any]:
         """Forget an adapter that was pushed.

@@ -21,9 +21,10 @@ from ..layout import Manifest
 from ..messages import Checked, LoadSplit
 from ..sinks import Bucket, Piece, SinkReport
 from ..streams import synchronise
-from . import caches, compat, guards, layerwise, problems, sleeps
+from . import caches, compat, layerwise, problems, sleeps
 from .completeness import Waiver, idle_patterns
 from .dryrun import DryRunResult, dry_run
+from .footing import Footings
 from .loaders import Loaders
 from .memory import WeightMemory
 from .model_looks import ModelLooks
@@ -53,6 +54,7 @@ class WeightSink:
         *,
         partial: Sequence[str] = (),
         memory: WeightMemory | None = None,
+        footings: Footings | None = None,
         is_promise: bool = True,
         mode: PlanMode = PlanMode.AUTO,
         verify: Verify = Verify.NONE,
@@ -65,6 +67,7 @@ class WeightSink:
                 ``model.named_parameters()``, whether LoRA is enabled or not) that may
                 stay without a value. A module that is sent in part is an error all the same.
             memory: What is kept of one update for the next.
+            footings: What tells whether this worker can be updated; made with ``memory``.
             is_promise: The manifest is what will come; else it is what the last stream
                 was, and that it does not fit says nothing of this one.
             mode: Whether to load by plan.
@@ -73,6 +76,7 @@ class WeightSink:
         self._worker = worker
         self._partial = tuple(plain(pattern) for pattern in partial)
         self._memory = WeightMemory() if memory is None else memory
+        self._footings = footings or Footings(worker, self._memory)
         self._mode = mode
         self._proofs = Proofs() if verify is Verify.DIGEST else None
         self._result: DryRunResult | None = None
@@ -124,13 +128,9 @@ class WeightSink:
             UnsupportedError: This engine, or this vLLM, cannot do it.
             LoadError: The manifest does not fit. The model is as it was.
         """
-        guards.refuse_unfit(self._worker)
-        self._notes.extend(guards.notes_of(self._worker))
-        with compat.engine_context(self._worker.vllm_config):
-            # vLLM's own knows the model with its wrappers.
-            if layerwise.is_open(self._model):
-                layerwise.put_back(self._model)
-                self._notes.append("the rest of another reload, which had failed, was put back")
+        footing = self._footings.find()
+        self._looks = footing.looks
+        self._notes.extend(footing.notes)
         with self._wrapped.taken_off():
             self._look_for_idle_patterns(self._model)
             if manifest is not None:
@@ -265,7 +265,6 @@ class WeightSink:
             self._idle = f"; {note}"
 
     def _preflight(self, manifest: Manifest) -> None:
-        self._looks = self._memory.look_at(self._worker)
         result = self._memory.result_for(
             manifest,
             partial=self._partial,
