@@ -20,7 +20,7 @@ from .errors import (
     from_wire,
 )
 from .messages import PROTOCOL_VERSION, AdapterSpec
-from .sender import Sender
+from .update import Update
 
 T = TypeVar("T")
 Progress = Callable[[int, int | None], None]
@@ -81,24 +81,24 @@ class Asking:
     resume_torn: bool
     progress: Progress | None
 
-    def request(self, sender: Sender, *, endpoint: str, engine: int) -> UpdateRequest:
+    def request(self, update: Update, *, endpoint: str, engine: int) -> UpdateRequest:
         """Return the question for one engine."""
         settings = self.settings
         return UpdateRequest(
             offer={
                 "protocol": PROTOCOL_VERSION,
-                "token": sender.update.token,
-                "update_id": sender.update.update_id,
+                "token": update.token,
+                "update_id": update.update_id,
                 "endpoints": {"*": endpoint},
                 "engine": engine,
                 "connect_timeout_s": _later(settings.connect_timeout_s),
                 "idle_timeout_s": _later(settings.idle_timeout_s),
             },
-            version=sender.update.version,
+            version=update.version,
             pause=self.pause,
             resume_torn=self.resume_torn,
             timeout_s=settings.connect_timeout_s,
-            adapter=_named(sender.update.adapter),
+            adapter=_named(update.adapter),
         )
 
 

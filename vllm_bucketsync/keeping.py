@@ -168,6 +168,9 @@ class Keeper:
                 self._check_idle()
                 yield
         finally:
+            if not all(call.is_done for call in self._calls):
+                # A worker that it asks later finds nobody, instead of waiting for a word.
+                self._stop_listening()
             self._turns.end(turn)
             if self._is_closed:
                 self.close()

@@ -9,6 +9,7 @@ elements are and what they mean; what the elements are worth is nobody's busines
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 _LOOKS: tuple[Callable[[Any], object], ...] = (
-    torch.Tensor.data_ptr,
     attrgetter("dtype"),
     attrgetter("shape"),
     torch.Tensor.stride,
@@ -30,6 +30,8 @@ class Looks:
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            # Side by side: thousands of objects would each be fetched to be compared.
+            self._addresses = _addresses_of(tensors)
             self._seen = [list(map(look, tensors)) for look in _LOOKS]
         # By first and last: the same parts are asked for again and again.
         self._checks: dict[tuple[int, int], Callable[[Sequence[torch.Tensor]], bool]] = {}
@@ -40,8 +42,8 @@ class Looks:
         with torch._C.DisableTorchFunctionSubclass():
             check = self._checks.get((first, end), _deny)
             if check(tensors):
-                return list(map(torch.Tensor.data_ptr, tensors)) == self._seen[0][first:end]
-            is_same = all(
+                return _addresses_of(tensors) == self._addresses[first:end]
+            is_same = _addresses_of(tensors) == self._addresses[first:end] and all(
                 list(map(look, tensors)) == seen[first:end]
                 for look, seen in zip(_LOOKS, self._seen, strict=True)
             )
@@ -51,7 +53,11 @@ class Looks:
 
     def __len__(self) -> int:
         """Return how many were seen."""
-        return len(self._seen[0])
+        return len(self._addresses)
+
+
+def _addresses_of(tensors: Sequence[torch.Tensor]) -> array[int]:
+    return array("Q", map(torch.Tensor.data_ptr, tensors))
 
 
 def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:

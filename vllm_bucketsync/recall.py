@@ -6,6 +6,7 @@ a trainer may want its memory back.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,11 +160,12 @@ class _Glances:
         self._all_live = [True]
         forget = self._all_live.clear
         self._refs = [ref(one, lambda _: forget()) for one in tensors]
-        self._ids = list(map(id, tensors))
+        # Numbers side by side: thousands of objects would each be fetched to be compared.
+        self._ids = array("Q", map(id, tensors))
         self._looks = Looks(tensors)
 
     def are(self, tensors: Sequence[Any], *, first: int = 0) -> bool:
         """Whether these are the very same, from the ``first`` on, and look the same."""
         # Identity before the rest: whatever is the same object is a tensor.
-        is_same = list(map(id, tensors)) == self._ids[first : first + len(tensors)]
+        is_same = array("Q", map(id, tensors)) == self._ids[first : first + len(tensors)]
         return bool(self._all_live) and is_same and self._looks.are_those_of(tensors, first=first)

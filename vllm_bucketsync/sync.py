@@ -189,19 +189,19 @@ class WeightSync(Keeper):
             how = check_verify(verify)
             text = check_order(version, require_newer=require_newer)
             self._check_ready()
-            opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
-            sender = self._give(
-                opened,
+            update = self._begin(
                 asking,
                 version=text,
                 require_newer=require_newer,
                 partial=patterns,
                 is_dry_run=dry_run,
-                is_zero_copy=zero_copy,
+                is_traced=to is not None,
                 is_atomic=atomic,
                 verify=how,
-                timeline=timeline,
-                trace=to,
+            )
+            opened = open_weights(source, rename=rename, merge=merge, recall=self._recall)
+            sender = self._give(
+                opened, update, asking, is_zero_copy=zero_copy, timeline=timeline, trace=to
             )
         return self._logged(report_of(sender, self._slots, **self._outcome(begin_s)))
 
@@ -267,19 +267,18 @@ class WeightSync(Keeper):
             opened, config = open_adapter(
                 adapter, adapter_name=adapter_name, rename=rename, recall=self._adapter_recall
             )
-            sender = self._give(
-                opened,
+            update = self._begin(
                 asking,
                 version=text,
                 require_newer=require_newer,
                 partial=patterns,
                 is_dry_run=dry_run,
+                is_traced=to is not None,
                 kind="adapter",
                 verify=how,
                 adapter=spec_of(called, version=text, config=config),
-                timeline=timeline,
-                trace=to,
             )
+            sender = self._give(opened, update, asking, timeline=timeline, trace=to)
         return self._logged(adapter_report_of(sender, self._slots, **self._outcome(begin_s)))
 
     async def apush_lora(self, adapter: object, **options: Any) -> AdapterReport:
@@ -410,35 +409,47 @@ class WeightSync(Keeper):
         for engine in self._engines:
             engine.check_ready()
 
-    def _give(
-        self,
-        source: Source,
-        asking: Asking,
-        *,
-        is_dry_run: bool,
-        timeline: Timeline,
-        trace: Path | None,
-        is_zero_copy: bool = False,
-        **what: Any,
-    ) -> Sender:
-        """Run one update of ``source``; ``what`` is the rest of an ``Update``."""
-        if what.get("is_atomic"):
-            check_declared(source)
-        if is_dry_run and source.declared is None:
-            source = read_metas(source)
+    def _begin(self, asking: Asking, **what: Any) -> Update:
+        """Name an update, and have the engine call its workers if they are as they were left.
+
+        They make themselves ready while the source is looked at. If that fails, they find
+        nobody, and nothing was touched.
+
+        Args:
+            asking: How the engine is asked.
+            what: The rest of an ``Update``.
+        """
         update = Update(
             update_id=secrets.token_hex(8),
             token=secrets.token_hex(16),
             num_workers=tuple(self._num_workers(engine) for engine in self._engines),
-            is_dry_run=is_dry_run,
-            is_traced=trace is not None,
             **what,
         )
+        is_warm = bool(self._known) and not (update.is_dry_run or update.require_newer)
+        if is_warm and all(engine.is_idle for engine in self._engines):
+            self._call(update, asking)
+        return update
+
+    def _give(
+        self,
+        source: Source,
+        update: Update,
+        asking: Asking,
+        *,
+        timeline: Timeline,
+        trace: Path | None,
+        is_zero_copy: bool = False,
+    ) -> Sender:
+        """Run one update of ``source``."""
+        if update.is_atomic:
+            check_declared(source)
+        if update.is_dry_run and source.declared is None:
+            source = read_metas(source)
         wish = Wish(
             transport=self._settings.transport,
             is_in_process=self._is_in_process,
             device=source.device,
-            is_zero_copy=is_zero_copy and source.ready is not None and not is_dry_run,
+            is_zero_copy=is_zero_copy and source.ready is not None and not update.is_dry_run,
         )
         wish.check()
         route = Route(wish=wish, slots=self._slots)
@@ -450,7 +461,7 @@ class WeightSync(Keeper):
             timeline=timeline,
         )
         with contextlib.closing(source), traced(sender, trace):
-            if not is_dry_run:
+            if not update.is_dry_run:
                 declared = source.declared
                 if not wish.is_zero_copy:
                     # What is read where it lies needs no room; the rest is not known yet.
@@ -515,28 +526,28 @@ class WeightSync(Keeper):
                 ),
             )
 
+    def _call(self, update: Update, asking: Asking) -> None:
+        # A new listener knows nobody, so it comes first.
+        endpoint = self._listening().endpoint
+        ask_for_update(
+            update, engines=self._engines, endpoint=endpoint, asking=asking, calls=self._calls
+        )
+
     def _run_remote(self, sender: Sender, asking: Asking) -> None:
         """Run the update; what is kept for the next one holds, whatever interrupts this."""
-        # A new listener knows nobody, so it comes first.
-        listener = self._listening()
+        if not self._calls:
+            self._call(sender.update, asking)
+        # Where those who were called come to.
+        listener = self._listener or self._listening()
         known, self._known = self._known, {}
         if not (sender.update.is_dry_run or sender.update.require_newer):
             sender.known = known
-        self._calls = []
         try:
-            ask_for_update(
-                sender,
-                engines=self._engines,
-                endpoint=listener.endpoint,
-                asking=asking,
-                calls=self._calls,
-            )
             run_remote(sender, calls=self._calls, listener=listener, asking=asking)
             self._known = sender.kept()
         finally:
-            if not all(call.is_done for call in self._calls) or sender.has_silent_guess:
-                # A worker that it asks later finds nobody, instead of waiting for a word, or
-                # taking what was sent before it said one.
+            if sender.has_silent_guess:
+                # It would take what was sent before it said a word.
                 self._stop_listening()
 
     def _ask(self, method: str) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from .link import register, unregister
 from .messages import Command, Hello, Reply, decode_reply, encode
 from .sender import Sender
 from .timeline import RETURNING
-from .update import Phase
+from .update import Phase, Update
 
 # How often the RPC is looked at while no message comes.
 WATCH_S = 0.05
@@ -44,7 +44,7 @@ DEATH_TIMEOUT_S = 0.25
 
 
 def ask_for_update(
-    sender: Sender,
+    update: Update,
     *,
     engines: Sequence[Engine],
     endpoint: str,
@@ -54,7 +54,7 @@ def ask_for_update(
     """Ask engines whose workers live in other processes.
 
     Args:
-        sender: The update.
+        update: What is asked for.
         engines: Whom to ask.
         endpoint: Where the workers connect to.
         asking: How.
@@ -62,7 +62,7 @@ def ask_for_update(
             whoever waits for its end, if something interrupts this.
     """
     for index, engine in enumerate(engines):
-        request = asking.request(sender, endpoint=endpoint, engine=index)
+        request = asking.request(update, endpoint=endpoint, engine=index)
         calls.append(RpcCall(functools.partial(engine.update, request)))
 
 
@@ -108,7 +108,7 @@ def run_linked(sender: Sender, *, engine: Engine, asking: Asking) -> UpdateAnswe
     endpoint = register(token, _SenderLink(sender, asking.progress))
     answer = None
     try:
-        answer = engine.update(asking.request(sender, endpoint=endpoint, engine=0))
+        answer = engine.update(asking.request(sender.update, endpoint=endpoint, engine=0))
         if not sender.has_ended:
             sender.fail(early_end(answer, None))
     except Exception as error:  # noqa: BLE001 - whatever vLLM raised, the sender has the verdict

@@ -222,6 +222,7 @@ class FakeEngine:
     """The parent's end. Close it, or use it as a context manager."""
 
     is_in_process = False
+    is_idle = True
     name = "the fake engine"
 
     def __init__(

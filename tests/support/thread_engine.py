@@ -92,6 +92,7 @@ class ThreadEngine:
         make: Callable[[], Sink] = KeepingSink,
     ) -> None:
         self.is_in_process = is_in_process
+        self.is_idle = True
         self.sinks: list[Any] = []
         self.finished: list[str] = []
         self.requests: list[UpdateRequest] = []

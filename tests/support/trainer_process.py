@@ -33,6 +33,7 @@ class PipeEngine:
     """Asks through a pipe: whoever has its other end is the engine."""
 
     is_in_process = False
+    is_idle = True
     name = "the test"
 
     def __init__(self, pipe: Connection) -> None:

@@ -43,10 +43,12 @@ class WorkerProcess:
 
     Attributes:
         is_in_process: ``False``: updates go through shared memory.
+        is_idle: ``True``: it has nothing else to do.
         name: What messages call it.
     """
 
     is_in_process = False
+    is_idle = True
     name = "the benchmark's worker"
 
     def __init__(self, *, model_bytes: int, num_threads: int, device: str = "cpu") -> None:

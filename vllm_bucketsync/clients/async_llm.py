@@ -16,11 +16,13 @@ class AsyncLlmEngine:
 
     Attributes:
         is_in_process: Never: an ``AsyncLLM`` has its engine in another process.
+        is_idle: Nobody can know: requests come from its loop.
         takes_arguments: It was made with arguments, not with flags.
         name: What messages call it.
     """
 
     is_in_process = False
+    is_idle = False
     takes_arguments = True
     name = "the AsyncLLM"
 

@@ -94,6 +94,10 @@ class Engine(Protocol):
         """Whether its only worker runs on the thread that calls it."""
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it runs no request, and none can come before ``update`` returns."""
+
+    @property
     def name(self) -> str:
         """What messages call it."""
 

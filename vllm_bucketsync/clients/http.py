@@ -44,9 +44,11 @@ class HttpEngine:
 
     Attributes:
         is_in_process: Never.
+        is_idle: Nobody can know: others send requests.
     """
 
     is_in_process = False
+    is_idle = False
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         """Take note of the server; nothing is asked yet.

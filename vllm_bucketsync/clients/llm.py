@@ -43,7 +43,7 @@ class LlmEngine:
         return any(getattr(config, kind, True) for kind in kinds)
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether it has no request at all, as far as this process can tell at once."""
         engine = self._llm.llm_engine
         # Replicas would be asked, and might be somewhere else.
@@ -67,7 +67,7 @@ class LlmEngine:
         """See ``Engine``. An ``LLM`` runs requests only while it is asked to: no pause."""
         engine = self._llm.llm_engine
         # While the trainer makes ready, where nothing can fill the cache again meanwhile.
-        is_early = request.pause is not None and self._is_idle
+        is_early = request.pause is not None and self.is_idle
         drops_caches = is_early and _drop_prefix_cache(engine)
         results = list(self._llm.collective_rpc(request.method, args=(request.offer,)))
         if not has_committed(results):
