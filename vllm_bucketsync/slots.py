@@ -23,8 +23,7 @@ from .messages import Hello, Region
 from .places import BucketPlaces, part_of
 from .transport.base import OwnedRegion
 from .transport.cuda_blocks import ExportedBlocks
-from .transport.registry import Choice, Wish, create_slots
-from .transport.slots import ON_DEVICE, ON_HOST, choose_slot_size
+from .transport.registry import Choice, Wish, create_slots, slot_size_for
 
 
 class Slots:
@@ -237,8 +236,7 @@ class Slots:
             places.fill(tensors)
 
     def _wanted_of(self, kind: str | None, needed_bytes: int | None) -> int:
-        cut = ON_DEVICE if kind == "cuda_ipc" else ON_HOST
-        return choose_slot_size(self._settings, needed_bytes, cut=cut)
+        return slot_size_for(kind, self._settings, needed_bytes)
 
     @property
     def _enough_bytes(self) -> float:

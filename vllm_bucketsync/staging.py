@@ -204,7 +204,12 @@ class StagedSink:
         self._inner.release()
         self._places, self._left, self._proof = {}, {}, None
         arena, self._arena = self._arena, None
-        if arena is not None:
+        if arena is None:
+            return
+        try:
+            # A load that failed left copies under way.
+            synchronise(self._device)
+        finally:
             arena.close()
 
     def _made(self) -> Arena:

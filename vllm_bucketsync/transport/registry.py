@@ -20,6 +20,7 @@ from ..messages import Hello
 from ..probe import TransportProbe, machine_probe, own_probe
 from . import cuda_blocks, cuda_ipc, inproc, parked, shm
 from .base import OpenedRegion, OwnedRegion
+from .slots import ON_DEVICE, ON_HOST, choose_slot_size
 
 KINDS = ("inproc", "cuda_ipc", "shm")
 # References take no room: offsets only have to be apart, and no tensor is split.
@@ -138,6 +139,18 @@ def openable(device: torch.device | str, probe: TransportProbe | None = None) ->
     probe = own_probe() if probe is None else probe
     has_ipc = torch.device(device).type == "cuda" and probe.kind == "cuda_ipc"
     return tuple(kind for kind in KINDS if kind != "cuda_ipc" or has_ipc)
+
+
+def slot_size_for(kind: str | None, settings: Settings, needed_bytes: int | None) -> int:
+    """Return the size of a slot in bytes that ``create_slots`` begins with.
+
+    Args:
+        kind: The transport; ``None`` where none was chosen yet.
+        settings: Number and size of the slots.
+        needed_bytes: Bytes of the update; ``None`` where that is not known.
+    """
+    cut = ON_DEVICE if kind == "cuda_ipc" else ON_HOST
+    return choose_slot_size(settings, needed_bytes, cut=cut)
 
 
 def create_slots(
