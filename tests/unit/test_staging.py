@@ -359,4 +359,5 @@ def test_staging_waits_for_the_devices_that_it_copies_between(
 
     push(staged(LiveSink(Model())), {"a": torch.zeros(3, 4)})
 
-    assert waited == [CPU]
+    # After the bucket, and before the memory goes: a load that fails waits for nothing.
+    assert waited == [CPU, CPU]
