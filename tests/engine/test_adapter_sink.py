@@ -76,7 +76,7 @@ def evicted(llm: Any, tmp_path: Path) -> None:
 
 
 class KeepsViews(AdapterSink):
-    """What a sink would be without its clones."""
+    """What a sink would be without its clones, of what was not declared."""
 
     def load(self, bucket: Bucket) -> None:
         for piece in bucket.pieces:
@@ -89,22 +89,23 @@ def test_views_of_a_bucket_would_show(llm: Any, tmp_path: Path) -> None:
     truth = outputs_of(llm, from_disk(folder, 1))
     worker = engines.worker_of(llm)
 
-    push(sink_of(worker, cls=KeepsViews), tensors_of(1), slot_size_bytes=4096)
+    sink = sink_of(worker, cls=KeepsViews)
+    push(sink, tensors_of(1), slot_size_bytes=4096, declared=False)
 
     assert outputs_of(llm, request_for()) != truth
     llm.llm_engine.remove_lora(1)
 
 
-@pytest.mark.parametrize("has_clones", [True, False])
+@pytest.mark.parametrize(("declared", "has_clones"), [(True, True), (False, True), (False, False)])
 def test_an_adapter_that_vllm_has_scaled_and_forgotten_comes_back_from_a_pristine_copy(
-    has_clones: bool, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    declared: bool, has_clones: bool, llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tensors(tensors_of(1), CONFIG, tmp_path)
     truth = outputs_of(llm, from_disk(folder, 1))
     with monkeypatch.context() as patch:
         if not has_clones:
             patch.setattr(shelf, "clones_of", lambda tensors, **_: dict(tensors))
-        put(llm, tensors_of(1))
+        put(llm, tensors_of(1), declared=declared)
     assert outputs_of(llm, request_for()) == truth
 
     for _ in range(2):
@@ -134,7 +135,10 @@ def test_nothing_that_is_kept_shares_memory_with_anything(llm: Any) -> None:
     assert bucket.untyped_storage().data_ptr() not in mine | theirs
 
 
-def test_an_update_holds_what_came_and_no_more_than_a_bucket_besides(llm: Any) -> None:
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_update_holds_what_came_and_no_more_than_a_bucket_besides(
+    declared: bool, llm: Any
+) -> None:
     tensors, slot_size_bytes = tensors_of(1), 4096
     worker = engines.worker_of(llm)
 
@@ -152,15 +156,16 @@ def test_an_update_holds_what_came_and_no_more_than_a_bucket_besides(llm: Any) -
             seen.append(held())
 
     sink = sink_of(worker, cls=Watched)
-    sink.open(Manifest(metas_of(tensors)))
     before = held()
+    sink.open(Manifest(metas_of(tensors)) if declared else None)
     load_all(sink, tensors, slot_size_bytes=slot_size_bytes)
     total = sum(tensor.nbytes for tensor in tensors.values())
     sink.release()
 
     assert len(seen) > 10
-    # The bucket itself is one more.
-    limits = [min((n + 1) * slot_size_bytes, total) + 2 * slot_size_bytes for n in range(len(seen))]
+    # Of what is declared, the place is taken first. The bucket itself is one more.
+    came = [total if declared else (n + 1) * slot_size_bytes for n in range(len(seen))]
+    limits = [min(one, total) + 2 * slot_size_bytes for one in came]
     assert all(one - before <= limit for one, limit in zip(seen, limits, strict=True))
     assert held() <= before
 

@@ -10,7 +10,7 @@ instance, and what asks it makes room first; for any other path they do what the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from ...messages import AdapterSpec
 from .. import compat
 from .clones import clones_of
 from .fit import Fits
+from .image import Image
 from .places import is_head, nan_head
+from .replay import Replays
 from .swap import check_room, empty_all, make_room, pins_of, swap, take_out
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Kept:
         tensors: By name, in the dtype of the engine's adapters, on the CPU. Never handed
             out: vLLM gets clones.
         is_stacked: Its experts are stacked in one tensor.
+        key: Its kind: two of one kind differ in their bytes only. ``None`` where the order
+            of its tensors was not known before they came.
     """
 
     spec: AdapterSpec
@@ -50,10 +54,13 @@ class Kept:
     helper: Any
     tensors: Mapping[str, torch.Tensor]
     is_stacked: bool = False
+    key: Hashable | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
+        if isinstance(self.tensors, Image):
+            return self.tensors.num_bytes
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -62,6 +69,7 @@ class Shelf:
 
     Attributes:
         fits: Of adapters that came before, which are no longer checked.
+        replays: What is known of how vLLM takes them over.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -75,6 +83,7 @@ class Shelf:
         # Numbers that stand for adapters which are no longer here.
         self._missing: set[int] = set()
         self.fits = Fits()
+        self.replays = Replays(owner._adapter_manager)
 
     @property
     def _manager(self) -> Any:
@@ -110,8 +119,21 @@ class Shelf:
             )
         check_room(self._manager, number, adapter=spec.name)
 
+    def prepare(self, kept: Kept) -> Any:
+        """Return vLLM's model of an adapter that is to be put next.
+
+        Raises:
+            Exception: vLLM refuses it.
+        """
+        return self.replays.build(
+            kept.tensors,
+            key=kept.key,
+            number=kept.spec.lora_int_id,
+            build=lambda: self.build(kept),
+        )
+
     def build(self, kept: Kept) -> Any:
-        """Return vLLM's model of an adapter: clones, merged as its layers want them.
+        """Have vLLM make its model of an adapter: clones, merged as its layers want them.
 
         Raises:
             Exception: vLLM refuses it.
@@ -144,19 +166,23 @@ class Shelf:
         manager._create_merged_loras_inplace(model)
         return model
 
-    def put(self, kept: Kept, model: Any) -> None:
+    def put(self, kept: Kept, model: Any) -> bool:
         """Use an adapter from now on, in the place of the one with its name.
 
         Args:
             kept: Its pristine copy.
-            model: What ``build`` made of it.
+            model: What ``prepare`` made of it.
+
+        Returns:
+            Whether vLLM was spared: its slot was filled as the last time.
 
         Raises:
             Exception: vLLM refused it. The old one is in use, as before.
         """
-        swap(self._manager, model)
+        was_quick = self.replays.put(model, key=kept.key)
         self._kept[kept.spec.lora_int_id] = kept
         self._missing.discard(kept.spec.lora_int_id)
+        return was_quick
 
     def remove(self, name: str, *, is_asleep: bool = False) -> bool:
         """Forget an adapter, and return whether it was here.
@@ -192,6 +218,8 @@ class Shelf:
         before = [(number, pins_of(manager, number)) for number in manager.list_adapters()]
         (manager.remove_all_adapters if forget is None else forget)()
         self._missing.clear()
+        # A sleep drops the contents of memory behind torch's back.
+        self.replays.forget_slots()
         empty_all(manager)
         for number, pins in before:
             kept = self._kept.get(number)

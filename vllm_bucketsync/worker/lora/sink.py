@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ import torch
 from ...adapters import check_spec
 from ...errors import AdapterConfigError, AdapterError, AdapterTensorError, EngineState
 from ...layout import Manifest, TensorMeta
-from ...messages import Open
+from ...messages import LoadSplit, Open
 from ...sinks import Bucket, Piece, SinkReport
 from .. import compat, guards
 from ..sleeps import Sleeps
 from .clones import on_host
 from .fit import Fit, check_fit
+from .image import Arriving, Layout, has_one_dtype
 from .settings import read_config
 from .shelf import Kept, Shelf, shelf_of
 
@@ -41,6 +42,8 @@ class AdapterSink:
         self._helper: Any = None
         self._fit: Fit | None = None
         self._shelf: Shelf | None = None
+        self._key: Hashable | None = None
+        self._arriving: Arriving | None = None
         self._metas: dict[int, TensorMeta] = {}
         self._whole: dict[int, torch.Tensor] = {}
         self._partial: dict[int, tuple[torch.Tensor, int]] = {}
@@ -62,10 +65,12 @@ class AdapterSink:
         )
         self._shelf.check(self._spec)
         if manifest is not None and self._opened.is_declared:
-            self._fit = self._shelf.fits.get(
-                (manifest.digest, self._spec.config, tuple(self._opened.partial)),
-                check=lambda: self._checked(manifest.metas),
-            )
+            self._key = (manifest.digest, self._spec.config, tuple(self._opened.partial))
+            self._fit = self._shelf.fits.get(self._key, check=lambda: self._checked(manifest.metas))
+            # What is skipped may be anything, and large; it is not to be kept.
+            if has_one_dtype(manifest.metas) and not self._fit.skipped:
+                layout = Layout(manifest.metas)
+                self._arriving = Arriving(layout, is_pinned=compat.pins_adapters())
 
     def deviate(self, index: int) -> None:
         """Accept any stream: it is checked as a whole, before anything is changed."""
@@ -73,6 +78,9 @@ class AdapterSink:
     def load(self, bucket: Bucket) -> None:
         """Clone one bucket's tensors into private memory, in the engine's dtype."""
         # The bucket is filled again.
+        if self._arriving is not None:
+            self._arriving.add(bucket)
+            return
         for piece in on_host(bucket.pieces, is_pinned=compat.pins_adapters()):
             self._metas[piece.index] = piece.meta
             if piece.is_whole:
@@ -86,29 +94,16 @@ class AdapterSink:
         Raises:
             AdapterError: The adapter is incomplete, or does not fit.
         """
-        metas = list(self._metas.values())
-        for index, (_, num_filled) in self._partial.items():
-            meta = self._metas[index]
-            raise AdapterTensorError(
-                f"of {meta.name!r} only {num_filled}/{meta.num_bytes} bytes came; nothing was "
-                f"changed; send all of it",
-                adapter=self._name,
-                tensor=meta.name,
-                expected=f"{meta.num_bytes} bytes",
-                got=f"{num_filled} bytes",
-            )
+        self._refuse_incomplete()
         if self._fit is None:
-            self._fit = self._checked(metas)
+            self._fit = self._checked(list(self._metas.values()))
         kept = Kept(
             spec=self._spec,
             version=self._opened.version,
             helper=self._helper,
-            tensors={
-                self._metas[index].name: tensor
-                for index, tensor in self._whole.items()
-                if self._metas[index].name not in self._fit.skipped
-            },
+            tensors=self._tensors(self._fit),
             is_stacked=self._fit.is_stacked,
+            key=self._key,
         )
         self._built = (kept, self._build(kept))
 
@@ -118,11 +113,15 @@ class AdapterSink:
             raise RuntimeError("commit was called before prepare")
         kept, model = self._built
         with compat.engine_context(self._worker.vllm_config):
-            self._shelf_here.put(kept, model)
+            was_quick = self._shelf_here.put(kept, model)
+        num_modules, num_bytes = len(self._fit.modules), kept.num_bytes
         return SinkReport(
-            cloned_bytes=kept.num_bytes,
+            split=LoadSplit(num_direct=num_modules, direct_bytes=num_bytes)
+            if was_quick
+            else LoadSplit(num_loaded=num_modules, loaded_bytes=num_bytes),
+            cloned_bytes=num_bytes,
             skipped=self._fit.skipped,
-            notes=(f"it is applied to {len(self._fit.modules)} modules", *self._fit.notes),
+            notes=(f"it is applied to {num_modules} modules", *self._fit.notes),
         )
 
     def abort(self) -> EngineState:
@@ -132,7 +131,7 @@ class AdapterSink:
     def release(self) -> None:
         """Drop what was not swapped in. Idempotent."""
         self._whole, self._partial, self._metas = {}, {}, {}
-        self._built = None
+        self._built = self._arriving = None
 
     @property
     def _spec(self) -> Any:
@@ -187,6 +186,29 @@ class AdapterSink:
             partial=self._opened.partial,
         )
 
+    def _refuse_incomplete(self) -> None:
+        found = None if self._arriving is None else self._arriving.incomplete()
+        if found is None and self._partial:
+            index, (_, num_filled) = next(iter(self._partial.items()))
+            found = self._metas[index], num_filled
+        if found is not None:
+            meta, num_filled = found
+            raise AdapterTensorError(
+                f"of {meta.name!r} only {num_filled}/{meta.num_bytes} bytes came; nothing was "
+                f"changed; send all of it",
+                adapter=self._name,
+                tensor=meta.name,
+                expected=f"{meta.num_bytes} bytes",
+                got=f"{num_filled} bytes",
+            )
+
+    def _tensors(self, fit: Fit) -> Mapping[str, torch.Tensor]:
+        """Return the tensors that are kept, by name."""
+        if self._arriving is not None:
+            return self._arriving.image(self._dtype)
+        named = ((self._metas[index].name, tensor) for index, tensor in self._whole.items())
+        return {name: tensor for name, tensor in named if name not in fit.skipped}
+
     def _add_fragment(self, piece: Piece) -> None:
         empty = (torch.empty(0, dtype=torch.uint8), 0)
         buffer, num_filled = self._partial.pop(piece.index, empty)
@@ -204,7 +226,7 @@ class AdapterSink:
     def _build(self, kept: Kept) -> Any:
         try:
             with compat.engine_context(self._worker.vllm_config):
-                return self._shelf_here.build(kept)
+                return self._shelf_here.prepare(kept)
         # vLLM's own refusals, whatever their kind.
         except Exception as error:
             raise AdapterError(

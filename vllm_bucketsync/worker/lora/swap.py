@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +108,61 @@ def swap(manager: Any, model: Any, *, pins: Pins | None = None) -> None:
     try:
         _put(manager, model, pins)
     except BaseException:
-        # vLLM counts one as active before it has filled its slot.
-        take_out(manager, number)
-        if old is not None:
-            try:
-                _put(manager, old, pins)
-            # It is loaded again, from its own copy, when it is next asked for.
-            except Exception:
-                logger.exception("adapter %d could not be put back at once", number)
-                take_out(manager, number)
+        _put_back(manager, number, old, pins)
         raise
+
+
+def refill(manager: Any, model: Any, fill: Callable[[], object]) -> None:
+    """Put an adapter in the place of the one with its number, in the same slot.
+
+    Args:
+        manager: vLLM's ``LRUCacheLoRAModelManager``.
+        model: vLLM's ``LoRAModel``, for whose number ``will_stay`` is true.
+        fill: Writes the slot.
+
+    Raises:
+        Exception: It failed. The old adapter is back.
+    """
+    number = model.id
+    pins, old = pins_of(manager, number), manager.list_adapters()[number]
+    try:
+        fill()
+        # In vLLM's caches it is the newest, as one that was added. Its pins stay.
+        manager._registered_adapters[number] = model
+        manager._active_adapters.touch(number)
+        manager._last_mapping = None
+        synchronise(manager.device)
+    except BaseException:
+        _put_back(manager, number, old, pins)
+        raise
+
+
+def will_stay(manager: Any, lora_int_id: int) -> bool:
+    """Whether an adapter is in both of vLLM's caches, and would get its slot again.
+
+    vLLM takes the first slot that is free.
+    """
+    slot = slot_of(manager, lora_int_id)
+    is_held = lora_int_id in manager._registered_adapters
+    is_active = lora_int_id in manager._active_adapters
+    return (
+        is_held
+        and is_active
+        and slot is not None
+        and None not in list(manager.lora_index_to_id)[:slot]
+    )
+
+
+def _put_back(manager: Any, number: int, old: Any, pins: Pins) -> None:
+    # vLLM counts one as active before it has filled its slot.
+    take_out(manager, number)
+    if old is not None:
+        try:
+            _put(manager, old, pins)
+        # It is loaded again, from its own copy, when it is next asked for.
+        except Exception:
+            logger.exception("adapter %d could not be put back at once", number)
+            take_out(manager, number)
 
 
 def take_out(manager: Any, lora_int_id: int, *, may_write: bool = True) -> None:
@@ -131,7 +176,7 @@ def take_out(manager: Any, lora_int_id: int, *, may_write: bool = True) -> None:
         lora_int_id: The adapter.
         may_write: The slots are in memory that is there.
     """
-    slot = _slot_of(manager, lora_int_id)
+    slot = slot_of(manager, lora_int_id)
     manager.remove_adapter(lora_int_id)
     # A batch of the same requests must not miss that slots have changed.
     manager._last_mapping = None
@@ -151,7 +196,7 @@ def empty_all(manager: Any) -> None:
 
 def _put(manager: Any, model: Any, pins: Pins) -> None:
     number = model.id
-    before = _slot_of(manager, number)
+    before = slot_of(manager, number)
     manager.remove_adapter(number)
     manager._last_mapping = None
     while len(manager) + 1 > manager.capacity:
@@ -168,7 +213,8 @@ def _put(manager: Any, model: Any, pins: Pins) -> None:
     synchronise(manager.device)
 
 
-def _slot_of(manager: Any, lora_int_id: int) -> int | None:
+def slot_of(manager: Any, lora_int_id: int) -> int | None:
+    """Return the slot that an adapter is in, if it is in one."""
     slots = list(manager.lora_index_to_id)
     return slots.index(lora_int_id) if lora_int_id in slots else None
 
