@@ -9,7 +9,6 @@ same factors on the same parts.
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import torch
 
 from .image import Image
 from .writes import Write, address_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +99,12 @@ class Recipe:
         return self._made is not None and self._made() is model
 
 
-def learn(model: Any, image: Image, writes: Sequence[Write], *, device: Any) -> Recipe | None:
-    """Return how a model was made, if that was nothing but a copy and some factors.
+class NotRepeatableError(Exception):
+    """Why something that vLLM did is left to vLLM the next time. Never seen by a caller."""
+
+
+def learn(model: Any, image: Image, writes: Sequence[Write], *, device: Any) -> Recipe:
+    """Return how a model was made: by one copy of the image, and some factors.
 
     Args:
         model: vLLM's, ready to be added.
@@ -111,39 +112,35 @@ def learn(model: Any, image: Image, writes: Sequence[Write], *, device: Any) -> 
         writes: All that were made meanwhile.
         device: Where the slots are.
 
-    Returns:
-        ``None`` if anything else was done, or cannot be told: its tensors are not all views
-        of one copy of the image; something else than a factor was written there; it
-        holds what is neither a tensor of a layer nor a plain value; or the recipe, tried
-        on the same image, gives other bytes.
+    Raises:
+        NotRepeatableError: Anything else was done, or what was cannot be told; or the recipe,
+            tried on the same image, gives other bytes.
     """
     tensors = list(_tensors(model))
     memories = {address_of(tensor) for tensor in tensors}
     if len(memories) != 1 or any(tensor.dtype != image.flat.dtype for tensor in tensors):
-        return None
+        raise NotRepeatableError(f"its tensors are in {len(memories)} memories, or were cast")
     found = [write for write in writes if write.memory in memories]
     if not found or not _is_copy_of(image, found[0]):
-        return None
+        raise NotRepeatableError("its memory is no copy of what came")
     copied, *products = found
     source = copied.operands[0]
     first, end = source.storage_offset(), source.storage_offset() + source.numel()
     shift = int(first - copied.target.storage_offset())
     if not all(first <= shift + one.storage_offset() < end for one in tensors if one.numel()):
-        return None
-    factors = _factors(products, shift)
-    loras = _structure(model, shift)
-    if factors is None or loras is None:
-        return None
+        raise NotRepeatableError("a tensor lies beside what came")
+    factors, loras = _factors(products, shift), _structure(model, shift)
     like = copy.copy(model)
     like.loras = {}
     try:
         bench = torch.empty(image.flat.shape, dtype=image.flat.dtype, device=device)
     except torch.OutOfMemoryError:
-        logger.info("the device has no room to take adapters over quickly", exc_info=True)
-        return None
+        raise NotRepeatableError("the device has no room for another copy") from None
     recipe = Recipe(like, loras, factors, bench)
     tried = list(_tensors(recipe.build(image, number=model.id)))
-    return recipe if all(map(is_alike, tensors, tried)) and len(tried) == len(tensors) else None
+    if len(tried) != len(tensors) or not all(map(is_alike, tensors, tried)):
+        raise NotRepeatableError("the same steps gave other bytes")
+    return recipe
 
 
 def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -161,28 +158,28 @@ def _is_copy_of(image: Image, write: Write) -> bool:
     return all(one.dim() == 1 and one.is_contiguous() for one in (write.target, write.operands[0]))
 
 
-def _factors(products: Sequence[Write], shift: int) -> dict[float, list[Part]] | None:
+def _factors(products: Sequence[Write], shift: int) -> dict[float, list[Part]]:
     found: dict[float, list[Part]] = {}
     end = 0
     for write in sorted(products, key=lambda one: int(one.target.storage_offset())):
         part = part_of(write.target, shift)
         # Each element is multiplied once, so that the order does not matter.
         if write.factor is None or not write.target.is_contiguous() or part.offset < end:
-            return None
+            raise NotRepeatableError(f"{write.name} wrote to it")
         end = part.offset + write.target.numel()
         found.setdefault(write.factor, []).append(part)
     return found
 
 
-def _structure(model: Any, shift: int) -> dict[str, tuple[Any, Parts, Parts]] | None:
+def _structure(model: Any, shift: int) -> dict[str, tuple[Any, Parts, Parts]]:
     if not all(_is_plain(value) for name, value in vars(model).items() if name != "loras"):
-        return None
+        raise NotRepeatableError("it holds more than layers")
     found: dict[str, tuple[Any, Parts, Parts]] = {}
     for name, lora in model.loras.items():
         like = copy.copy(lora)
         like.lora_a = like.lora_b = None
         if not all(map(_is_plain, vars(like).values())):
-            return None
+            raise NotRepeatableError(f"{name} holds more than two matrices")
         found[name] = (like, _parts(lora.lora_a, shift), _parts(lora.lora_b, shift))
     return found
 

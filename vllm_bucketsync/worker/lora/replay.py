@@ -24,16 +24,17 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...copies import CopyBatch, Pair
-from .contents import Contents, by_memory, places_of, slot_tensors
+from .contents import Contents, SlotTensors
 from .image import Image
-from .recipe import Recipe, is_alike, learn, part_of
+from .recipe import NotRepeatableError, Recipe, is_alike, learn, part_of
 from .swap import refill, slot_of, swap, will_stay
 from .writes import Write, Writes, address_of
 
@@ -50,11 +51,11 @@ class _Fill:
 
     Attributes:
         batch: Copies from the bench; ``None``: only vLLM can.
-        places: Of the tensors that this was learnt of; see ``Contents``.
+        slots: What it was learnt of. The batch writes to these very tensors.
     """
 
     batch: CopyBatch | None
-    places: list[tuple[int, int]]
+    slots: SlotTensors
 
 
 @dataclass(slots=True)
@@ -169,23 +170,22 @@ class Replays:
 
     def _batch(self, kind: _Kind, slot: int, model: Any) -> CopyBatch | None:
         fill = kind.fills.get(slot)
-        if fill is None or fill.places != self._contents.places:
+        if fill is None or fill.slots is not self._contents.slots:
             return None
         return fill.batch if will_stay(self._manager, model.id) else None
 
     def _is_news(self, kind: _Kind, before: int | None, model: Any) -> bool:
         """Whether vLLM may fill a slot of which nothing was learnt yet."""
+        slots = self._contents.slots
+        known = {slot for slot, fill in kind.fills.items() if fill.slots is slots}
         if before is not None and will_stay(self._manager, model.id):
-            return before not in kind.fills
-        return len(kind.fills) < int(self._manager.lora_slots)
+            return before not in known
+        return len(known) < int(self._manager.lora_slots)
 
     def _learn_recipe(self, model: Any, image: Image, writes: Sequence[Write]) -> Recipe | None:
-        try:
+        with _left_to_vllm("to build adapters of a kind"):
             return learn(model, image, writes, device=self._manager.device)
-        # Whatever it is that is not as it was expected: vLLM has done it, and will again.
-        except Exception:
-            logger.warning("adapters of this kind are taken over by vLLM itself", exc_info=True)
-            return None
+        return None
 
     def _learn_fill(
         self, kind: _Kind, before: int | None, model: Any, writes: Sequence[Write]
@@ -193,16 +193,12 @@ class Replays:
         slot = slot_of(self._manager, model.id)
         if kind.recipe is None or slot is None or before not in {None, slot}:
             return
-        tensors = slot_tensors(self._manager)
-        batch = None
-        # As above, and the adapter is in use by now.
-        try:
-            pairs = _pairs(writes, kind.recipe, memories=set(by_memory(tensors)))
-            if pairs is not None and _gives_slot(pairs, slot, self._manager):
-                batch = CopyBatch(pairs)
-        except Exception:
-            logger.warning("slots are filled by vLLM itself", exc_info=True)
-        kind.fills[slot] = _Fill(batch, places_of(tensors))
+        slots = self._contents.slots
+        kind.fills[slot] = _Fill(None, slots)
+        with _left_to_vllm(f"to fill slot {slot} with adapters of a kind"):
+            pairs = _pairs(writes, kind.recipe, memories=slots.by_memory())
+            _try(pairs, slot, slots, num_slots=int(self._manager.lora_slots))
+            kind.fills[slot] = _Fill(CopyBatch(pairs), slots)
 
     def _keep(self, key: Hashable, kind: _Kind) -> None:
         self._kinds[key] = kind
@@ -213,9 +209,18 @@ class Replays:
             self._kinds.popitem(last=False)
 
 
-def _pairs(
-    writes: Sequence[Write], recipe: Recipe, *, memories: Collection[int]
-) -> list[Pair] | None:
+@contextmanager
+def _left_to_vllm(what: str) -> Iterator[None]:
+    """Let nothing out: whatever is not as it was expected, vLLM has done it, and will again."""
+    try:
+        yield
+    except NotRepeatableError as why:
+        logger.info("it is left to vLLM %s: %s", what, why)
+    except Exception:
+        logger.exception("it is left to vLLM %s", what)
+
+
+def _pairs(writes: Sequence[Write], recipe: Recipe, *, memories: Collection[int]) -> list[Pair]:
     """Return the copies from the bench that come to the same as what was written.
 
     Args:
@@ -223,32 +228,37 @@ def _pairs(
         recipe: What made the model that was written from.
         memories: Of the slots.
 
-    Returns:
-        ``None`` if something else was written than zeros, and copies of the model after them.
+    Raises:
+        NotRepeatableError: Something else was written than zeros, and copies of the model
+            after them.
     """
     pairs: list[Pair] = []
     copied: set[int] = set()
     for write in writes:
         if write.memory not in memories:
-            return None
+            raise NotRepeatableError(f"{write.name} wrote to what is no slot")
         if write.is_zero and write.memory not in copied:
             continue
         source = write.operands[0] if write.is_copy else None
         if source is None or address_of(source) != recipe.made_at:
-            return None
+            raise NotRepeatableError(f"{write.name} wrote what is not in the model as it is")
         copied.add(write.memory)
         pairs.append((write.target, part_of(source).of(recipe.bench)))
     return pairs
 
 
-def _gives_slot(pairs: Sequence[Pair], slot: int, manager: Any) -> bool:
-    """Whether a slot holds zeros with these copies, and nothing else."""
+def _try(pairs: Sequence[Pair], slot: int, slots: SlotTensors, *, num_slots: int) -> None:
+    """Confirm that a slot holds zeros with these copies, and nothing else.
+
+    Raises:
+        NotRepeatableError: It does not.
+    """
     copies: dict[int, list[Pair]] = {}
     for to, source in pairs:
         copies.setdefault(address_of(to), []).append((to, source))
-    for memory, tensor in by_memory(slot_tensors(manager)).items():
-        if len(tensor) != manager.lora_slots:
-            # It has no part for each slot; whatever is copied there is no slot's.
+    for memory, tensor in slots.by_memory().items():
+        if not tensor.dim() or len(tensor) != num_slots:
+            # It has no part for each slot: nothing may be copied there.
             continue
         here = tensor[slot]
         expected = torch.zeros_like(here)
@@ -256,5 +266,6 @@ def _gives_slot(pairs: Sequence[Pair], slot: int, manager: Any) -> bool:
             first = int(to.storage_offset() - here.storage_offset())
             expected.as_strided(to.shape, to.stride(), first).copy_(source)
         if not is_alike(expected, here):
-            return False
-    return not copies
+            raise NotRepeatableError("the same copies gave other bytes")
+    if copies:
+        raise NotRepeatableError("there are copies beside the slot")
