@@ -131,6 +131,7 @@ KINDS = {
     "query and value only": Kind({"targets": ("q_proj", "v_proj")}),
     "up and down only": Kind({"targets": ("up_proj", "down_proj")}),
     "some layers only": Kind({"targets": LINEAR, "layers_to_transform": [1]}),
+    "embeddings and heads": Kind({"targets": adapters.EVERYTHING}),
     "tensors that are cast": Kind({"lora_alpha": 7}, dtype=torch.bfloat16),
     "ranks and scales that differ": Kind(
         {
