@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -404,6 +405,7 @@ class FakeLlm:
         self.resets_prefix_cache = True
         self.is_busy = False
         self.dp_group: object | None = None
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True)
         self.results = [COMMITTED]
         if is_in_process:
             self.driver_worker = object()
@@ -462,6 +464,19 @@ def test_the_prefix_cache_goes_last_where_requests_could_fill_it_again() -> None
         connect(llm)[0].update(request())
 
         assert llm.calls == [(UPDATE_METHOD, ({"token": "t"},)), "prefix", "mm", "encoder", "7"]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_prefix_cache_that_there_is_not_is_not_asked_about_while_nothing_runs(
+    is_busy: bool,
+) -> None:
+    llm = FakeLlm()
+    llm.cache_config = SimpleNamespace(enable_prefix_caching=False)
+    llm.is_busy = is_busy
+
+    assert connect(llm)[0].update(request()).drops_caches
+    # Requests that run have to be computed anew.
+    assert ("prefix" in llm.calls) is is_busy
 
 
 def test_a_dry_run_drops_no_cache() -> None:

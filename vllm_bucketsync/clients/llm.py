@@ -43,6 +43,12 @@ class LlmEngine:
         return any(getattr(config, kind, True) for kind in kinds)
 
     @property
+    def _keeps_nothing(self) -> bool:
+        """Whether it was started without a prefix cache; asking it takes a moment."""
+        config = getattr(self._llm.llm_engine.vllm_config, "cache_config", None)
+        return getattr(config, "enable_prefix_caching", None) is False
+
+    @property
     def is_idle(self) -> bool:
         """Whether it has no request at all, as far as this process can tell at once."""
         engine = self._llm.llm_engine
@@ -68,7 +74,7 @@ class LlmEngine:
         engine = self._llm.llm_engine
         # While the trainer makes ready, where nothing can fill the cache again meanwhile.
         is_early = request.pause is not None and self.is_idle
-        drops_caches = is_early and _drop_prefix_cache(engine)
+        drops_caches = is_early and (self._keeps_nothing or _drop_prefix_cache(engine))
         results = list(self._llm.collective_rpc(request.method, args=(request.offer,)))
         if not has_committed(results):
             return UpdateAnswer(results=results)
