@@ -431,7 +431,8 @@ def test_an_adapter_that_goes_to_another_slot_leaves_its_own_empty(llm: Any) -> 
     for _ in range(2):
         quick = was_quick(llm, tensors, config=config)
     assert quick
-    shelf_of(engines.worker_of(llm)).remove("other")
+    # vLLM calls the slot free, and writes nothing.
+    llm.llm_engine.remove_lora(id_of("other"))
     manager = adapters.manager_of(llm)
     assert manager.lora_index_to_id == [None, id_of("policy")]
 
@@ -442,6 +443,26 @@ def test_an_adapter_that_goes_to_another_slot_leaves_its_own_empty(llm: Any) -> 
     assert not any(bool(one.any()) for one in left)
     assert was_quick(llm, tensors, config=config)
     assert held(llm) == as_by_vllm(llm, tensors, config)
+
+
+def test_parts_of_tensors_are_copied_where_a_rank_takes_a_part(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = adapters.manager_of(llm).modules["model.layers.1.mlp.down_proj"]
+
+    def set_lora(index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Take what rank 1 of 2 would, as vLLM's layers do."""
+        module.reset_lora(index)
+        a, b = a[:, 48:], b[32:]
+        module.lora_a_stacked[0][index, 0, : a.shape[0], : a.shape[1]].copy_(a)
+        module.lora_b_stacked[0][index, 0, : b.shape[0], : b.shape[1]].copy_(b)
+
+    monkeypatch.setattr(module, "set_lora", set_lora)
+    for seed in (1, 2):
+        tensors, config = KINDS["all linear layers"].of(seed)
+        quick = was_quick(llm, tensors, config=config | {"lora_alpha": 40})
+    assert quick
+    assert held(llm) == as_by_vllm(llm, tensors, config | {"lora_alpha": 40})
 
 
 _ELSEWHERE = torch.zeros(3)

@@ -196,6 +196,8 @@ class Replays:
         slots = self._contents.slots
         kind.fills[slot] = _Fill(None, slots)
         with _left_to_vllm(f"to fill slot {slot} with adapters of a kind"):
+            if slots.are_uncounted:
+                raise NotRepeatableError("nothing counts the writes to tensors of inference mode")
             pairs = _pairs(writes, kind.recipe, memories=slots.by_memory())
             _try(pairs, slot, slots, num_slots=int(self._manager.lora_slots))
             kind.fills[slot] = _Fill(CopyBatch(pairs), slots)
