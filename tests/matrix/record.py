@@ -153,7 +153,7 @@ def _by_file(run: junit.Run, there: set[str], path: Path) -> dict[str, File]:
     found: dict[str, File] = {}
     for name, outcome in sorted(run.outcomes.items()):
         # Ours: ``tests.engine.test_plans.TestAll::name``; vLLM's own begin with their path.
-        parts = [name.partition(" ")[0], *re.split(r"[.:]+", name.partition("[")[0])]
+        parts = [name.partition(" ")[0], *re.split(r"[.:]+", name)]
         file = next((part for part in parts if part in there), None)
         if file is None:
             raise ValueError(f"{path} has {name!r}, of no file of {run.facts['suite']}")
