@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,20 @@ def test_what_peft_writes_of_a_plain_adapter_is_taken() -> None:
     for kind in (True, False, "gaussian", "eva", "orthogonal", "mica"):
         helper = read(**json.loads(json.dumps(unused, default=str)) | {"init_lora_weights": kind})
         assert (helper.r, helper.lora_alpha) == (4, 16)
-    assert read(lora_alpha=0.5, alpha_pattern={"q_proj": 3}, use_rslora=None).r == 4
+    assert read(lora_alpha=0.5, use_rslora=None).r == 4
+
+
+@pytest.mark.parametrize("setting", ["alpha_pattern", "rank_pattern"])
+def test_patterns_are_taken_where_vllm_has_them_and_refused_where_not(setting: str) -> None:
+    pattern = {setting: {"q_proj": 3}}
+    if setting in {field.name for field in fields(PEFTHelper)}:
+        assert getattr(read(**pattern), setting) == {"q_proj": 3}
+        return
+
+    with pytest.raises(AdapterConfigError, match="this vLLM would scale every module") as caught:
+        read(**pattern)
+
+    assert (caught.value.setting, caught.value.found) == (setting, "{'q_proj': 3}")
 
 
 @pytest.mark.parametrize(

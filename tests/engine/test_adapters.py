@@ -353,6 +353,12 @@ REFUSED: dict[str, tuple[type[AdapterError], Change, dict[str, Any], dict[str, A
         {},
         {"got": "another name"},
     ),
+    "a whole classifier among its tensors": (
+        AdapterTensorError,
+        lambda t: t | {"base_model.model.score.weight": t[f"{QUERY}.lora_A.weight"]},
+        {},
+        {"tensor": "score.weight", "got": "another name"},
+    ),
 }
 
 

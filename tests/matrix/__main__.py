@@ -1,9 +1,9 @@
 """Keeps what was run with which vLLM, and on what: ``python tests/matrix``.
 
 ``add FILE…`` takes JUnit files, wherever they were written: each says itself with which vLLM
-and on which device. It ends with 1 where a test failed. ``names VERSION…`` compares our names
-with the sources of vLLM's workers. Both write ``results.json``, and the table in README that
-follows from it.
+and on which device; a file whose tests were run again takes the place of its earlier results.
+It ends with 1 where a test failed. ``names VERSION…`` compares our names with the sources of
+vLLM's workers. Both write ``results.json``, and the table in README that follows from it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ def main() -> int:
     options = parser.parse_args()
     results = record.load()
     if options.command == "add":
-        rows = [record.add(results, path) for path in options.files]
-        code = int(any(row["failed"] for row in rows))
+        failed = [path for path in options.files if _add(results, path)]
+        code = int(bool(failed))
     else:
         code = _compare_names(results, options.versions)
     record.save(results)
     return code
+
+
+def _add(results: record.Results, path: Path) -> bool:
+    row, left_out = record.add(results, path)
+    for line in left_out:
+        print(f"{path}: {line}")
+    return any(one["failed"] for one in row["files"].values())
 
 
 def _compare_names(results: record.Results, versions: list[str]) -> int:

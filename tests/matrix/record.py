@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TypedDict
 
+from harness import lists
 from support import junit
 
 _HERE = Path(__file__).resolve().parent
@@ -19,14 +20,27 @@ VLLMS_OWN = "vLLM's own"
 SUITES = ("tests/engine", "tests/harness", VLLMS_OWN, "tests/gpu")
 
 
+class File(TypedDict):
+    """What came of the tests of one file.
+
+    Attributes:
+        failed: Names of tests that failed, or came to another outcome with the plugin.
+        date: The day of the run.
+    """
+
+    passed: int
+    skipped: int
+    failed: list[str]
+    date: str
+
+
 class Row(TypedDict):
-    """One run of one suite.
+    """What was run of one suite with one vLLM on one device.
 
     Attributes:
         suite: One of ``SUITES``.
-        files: Test files that were run, and how many the suite has; none of vLLM's own.
-        failed: Names of tests that failed, or came to another outcome with the plugin.
-        date: The day of the run.
+        num_files: How many test files the suite has.
+        files: Those that were run, by name without folder and ending; of vLLM's own, by path.
     """
 
     suite: str
@@ -34,11 +48,8 @@ class Row(TypedDict):
     device: str
     torch: str
     python: str
-    date: str
-    files: list[int]
-    passed: int
-    skipped: int
-    failed: list[str]
+    num_files: int
+    files: dict[str, File]
 
 
 class Names(TypedDict):
@@ -70,8 +81,13 @@ def save(results: Results) -> None:
     README.write_text(before + BEGIN + table(results) + END + after)
 
 
-def add(results: Results, path: Path) -> Row:
-    """Take a JUnit file into ``results``, instead of an older run of the same; return the row.
+def add(results: Results, path: Path) -> tuple[Row, list[str]]:
+    """Take a JUnit file into ``results``; return what it says, and what of it is not kept.
+
+    A run of the whole suite takes the place of whatever is kept of it. A run of some files
+    takes the place of these files' earlier results, as long as it ran as many of their tests:
+    what was mended is run again by itself. From elsewhere, from another torch or Python, it
+    only replaces a run that has fewer files.
 
     Raises:
         ValueError: The file does not say what was run, or with which vLLM.
@@ -83,30 +99,72 @@ def add(results: Results, path: Path) -> Row:
     suite = run.facts["suite"]
     if suite not in SUITES:
         raise ValueError(f"{path} is a run of {suite!r}; expected one of {SUITES}")
+    there = _test_files(suite)
     row = Row(
         suite=suite,
         vllm=run.facts["vllm"],
         device=run.facts["device"],
         torch=run.facts["torch"],
         python=run.facts["python"],
-        date=run.date,
-        files=_files(suite, run),
-        passed=run.count(junit.PASSED) + run.count(junit.XFAILED),
-        skipped=run.count(junit.SKIPPED),
-        failed=sorted(n for n, one in run.outcomes.items() if one in {junit.FAILED, junit.ERROR}),
+        num_files=len(there),
+        files=_by_file(run, there, path),
     )
-    results["rows"] = [one for one in results["rows"] if _key(one) != _key(row)] + [row]
-    return row
+    kept = next((one for one in results["rows"] if _key(one) == _key(row)), None)
+    new, left_out = row, list[str]()
+    if kept is not None and len(row["files"]) < len(there):
+        new, left_out = _merged(kept, row)
+    results["rows"] = [one for one in results["rows"] if one is not kept] + [new]
+    return row, left_out
 
 
 def _key(row: Row) -> tuple[str, str, str]:
     return row["suite"], row["vllm"], row["device"]
 
 
-def _files(suite: str, run: junit.Run) -> list[int]:
-    there = {path.stem for path in (ROOT / suite).rglob("test_*.py")}
-    parts = {part for name in run.outcomes for part in re.split(r"[.:]+", name)}
-    return [len(there & parts), len(there)] if there else []
+def _merged(kept: Row, row: Row) -> tuple[Row, list[str]]:
+    """Return what to keep of two runs, and why something of the second one is not kept."""
+    places = [f"torch {one['torch']}, Python {one['python']}" for one in (kept, row)]
+    if places[0] != places[1]:
+        if len(row["files"]) >= len(kept["files"]):
+            return row, []
+        told = f"{len(row['files'])} files with {places[1]}: {len(kept['files'])} with {places[0]}"
+        return kept, [f"{told} are kept"]
+    left_out = [
+        f"{name}: {_num_tests(one)} tests are a part of it: {_num_tests(known)} are kept"
+        for name, one in row["files"].items()
+        if (known := kept["files"].get(name)) is not None and _num_tests(one) < _num_tests(known)
+    ]
+    parts = {one.partition(":")[0] for one in left_out}
+    files = {name: one for name, one in row["files"].items() if name not in parts}
+    return {**row, "files": dict(sorted((kept["files"] | files).items()))}, left_out
+
+
+def _num_tests(one: File) -> int:
+    return one["passed"] + one["skipped"] + len(one["failed"])
+
+
+def _test_files(suite: str) -> set[str]:
+    if suite == VLLMS_OWN:
+        return {one.path for one in lists.FILES}
+    return {path.stem for path in (ROOT / suite).rglob("test_*.py")}
+
+
+def _by_file(run: junit.Run, there: set[str], path: Path) -> dict[str, File]:
+    found: dict[str, File] = {}
+    for name, outcome in sorted(run.outcomes.items()):
+        # Ours: ``tests.engine.test_plans.TestAll::name``; vLLM's own begin with their path.
+        parts = [name.partition(" ")[0], *re.split(r"[.:]+", name)]
+        file = next((part for part in parts if part in there), None)
+        if file is None:
+            raise ValueError(f"{path} has {name!r}, of no file of {run.facts['suite']}")
+        one = found.setdefault(file, File(passed=0, skipped=0, failed=[], date=run.date))
+        if outcome in {junit.FAILED, junit.ERROR}:
+            one["failed"].append(name)
+        elif outcome == junit.SKIPPED:
+            one["skipped"] += 1
+        else:
+            one["passed"] += 1
+    return dict(sorted(found.items()))
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -137,11 +195,15 @@ def table(results: Results) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    told = f"{row['passed']} passed"
-    if row["failed"]:
-        told += f", **{len(row['failed'])} failed**"
-    if row["skipped"]:
-        told += f", {row['skipped']} skipped"
-    if row["files"] and row["files"][0] < row["files"][1]:
-        told += f", in {row['files'][0]} of {row['files'][1]} files"
-    return f"{told}; {row['date']}"
+    files = row["files"].values()
+    num_failed = sum(len(one["failed"]) for one in files)
+    num_skipped = sum(one["skipped"] for one in files)
+    told = f"{sum(one['passed'] for one in files)} passed"
+    if num_failed:
+        told += f", **{num_failed} failed**"
+    if num_skipped:
+        told += f", {num_skipped} skipped"
+    if len(files) < row["num_files"]:
+        told += f", in {len(files)} of {row['num_files']} files"
+    dates = sorted({one["date"] for one in files})
+    return f"{told}; {' to '.join(dates[:1] + dates[1:][-1:])}"

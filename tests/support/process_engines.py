@@ -35,8 +35,10 @@ class Holding:
 @contextmanager
 def running_processes(checkpoint: Path, *, num_ranks: int = 1, **settings: Any) -> Iterator[Any]:
     """Yield an ``LLM`` with an engine process and ``num_ranks`` workers."""
-    from vllm import LLM
+    from vllm import LLM, envs
 
+    # What an engine in this process has left there would say that this one is to be there too.
+    envs.disable_envs_cache()
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if num_ranks == 1 else "0|1",

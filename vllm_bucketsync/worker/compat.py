@@ -239,6 +239,23 @@ def is_expert_of_another(manager: Any, name: str) -> bool:
     return bool(_is_remote_expert_key(name, spec))
 
 
+# What names of an adapter's tensors end with.
+_ADAPTER_ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+
+
+def check_adapter_name(name: str) -> None:
+    """Confirm that a tensor is one half of a LoRA, before vLLM's own parser is asked.
+
+    That of 0.31 takes ``lora_B.bias`` for ``lora_B``; those of 0.31 and 0.32 take the whole
+    weight or bias of a classifier for its ``lora_B``.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not name.endswith(_ADAPTER_ENDINGS):
+        raise ValueError(f"{name} is no half of a LoRA")
+
+
 def pins_adapters() -> bool:
     """Whether vLLM keeps adapters in host memory that is pinned: a copy, where it is not yet."""
     from vllm.lora import lora_model

@@ -170,6 +170,7 @@ def _pairs(
             skipped.append(meta.name)
             continue
         try:
+            compat.check_adapter_name(meta.name)
             module, is_a = parse_fine_tuned_lora_name(meta.name, mapper)
             name, _ = parse_fine_tuned_lora_name(meta.name)
         except ValueError:
