@@ -23,17 +23,18 @@ class Extension(vllm_bucketsync.WorkerExtension):
         }
 
     def probe_adapters_break(self, rank: int) -> None:
-        """Make vLLM refuse the next adapter that this worker builds, if it has that rank."""
-        worker: Any = self
-        manager = worker.model_runner.lora_manager._adapter_manager
-        merge = manager._create_merged_loras_inplace
+        """Make the next adapter that this worker builds be refused, if it has that rank."""
+        from vllm_bucketsync.worker.lora.shelf import shelf_of
 
-        def refuse(model: Any) -> None:
-            manager._create_merged_loras_inplace = merge
+        worker: Any = self
+        shelf: Any = shelf_of(worker)
+
+        def refuse(kept: Any) -> None:
+            del shelf.build
             raise RuntimeError("no such kernel on this rank")
 
         if worker.rank == rank:
-            manager._create_merged_loras_inplace = refuse
+            shelf.build = refuse
 
     def probe_memory(self) -> int:
         """Return this process's resident bytes."""
