@@ -8,6 +8,7 @@ checks have passed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -336,7 +337,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     unchecked: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NOTES)] = ()
 
 
-class Cast(msgspec.Struct, frozen=True, kw_only=True):
+# No struct of msgspec's: reports hold it as it came, and are data to ``dataclasses.asdict``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
     """Tensors that the engine holds in another dtype than they were sent in.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import asdict as asdict_of
 
 from .errors import LocalProtocolError
-from .messages import Checked, Done
+from .messages import Cast, Checked, Done
 from .sender import Sender
 from .slots import Slots
 from .timeline import WAITING
@@ -20,23 +20,6 @@ _NOT_OF_A_DRY_RUN = (
     *("workers", "num_workers", "left_as_is", "goes_back"),
 )
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
-    """Tensors that an engine holds in another dtype than they were sent in.
-
-    Attributes:
-        sent: The dtype that they came in.
-        held: The dtype that the engine has for them.
-        num_tensors: How many they are.
-        names: Of the first of them.
-    """
-
-    sent: str
-    held: str
-    num_tensors: int
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +298,7 @@ def report_of(
                 staged_on=peer.done.staged.place,
                 **_verified(peer.done.checked),
                 left_as_is=peer.done.left_as_is,
-                casts=tuple(Cast(**asdict_of(one)) for one in peer.done.casts),
+                casts=peer.done.casts,
                 previous_version=peer.holds(sender.update.adapter),
             )
             for peer in workers
