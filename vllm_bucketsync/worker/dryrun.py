@@ -23,14 +23,12 @@ from vllm.model_executor.model_loader.reload import layerwise
 from ..layout import Manifest, TensorMeta
 from ..messages import Cast
 from . import compat, completeness, experts, problems
+from .casts import casts_of, truncations
 from .completeness import ModuleTargets, Waiver
 from .layerwise import put_back
 from .plan import Plan, make_plan
 from .problems import Problem
 from .record import LoadRecord, NotRecordableError, Recorder, Target
-
-# Of those that are cast: what a report can show.
-MAX_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +135,14 @@ class _Run:
         order = list(self._worth_feeding())
         is_all = self._feed_all(order)
         now = self._now
+        copies = tuple(copy for copy in self._recorder.copies if copy.source not in now.failed)
         if is_all:
             self._find_dropped(order)
             now.problems.extend(completeness.overlaps(self._modules, self._metas))
             now.problems.extend(self._missing())
-            now.problems.extend(self._miscast())
+            now.problems.extend(truncations(copies, metas=self._metas, modules=self._modules))
         record = LoadRecord(
-            copies=tuple(copy for copy in self._recorder.copies if copy.source not in now.failed),
+            copies=copies,
             fills=tuple(self._recorder.fills),
             impure=frozenset(self._recorder.impure | now.unverified),
             unverified=frozenset(now.unverified),
@@ -154,7 +153,7 @@ class _Run:
             record=record,
             problems=tuple(now.problems),
             left_as_is=tuple(sorted(self._waiver.used)),
-            casts=self._casts(),
+            casts=casts_of(copies, metas=self._metas, modules=self._modules),
         )
 
     def retained(self) -> frozenset[int]:
@@ -164,39 +163,6 @@ class _Run:
         alone = _num_uses(control, 0)
         uses = (_num_uses(self._tensors, source) for source in range(len(self._tensors)))
         return frozenset(source for source, num_uses in enumerate(uses) if num_uses != alone)
-
-    def _miscast(self) -> Iterator[Problem]:
-        """Yield what a cast would truncate: a float's bits sent as integers, or the reverse.
-
-        Casts between floats are vLLM's own business: checkpoints rely on them.
-        """
-        targets = {t.name: t for entry in self._modules for t in entry.targets.values()}
-        seen: set[int] = set()
-        for copy in self._recorder.copies:
-            target, sent = targets.get(copy.target), self._tensors[copy.source].dtype
-            if target is None or copy.source in seen or copy.source in self._now.failed:
-                continue
-            seen.add(copy.source)
-            if _is_inexact(sent) != _is_inexact(target.tensor.dtype):
-                yield problems.miscast(
-                    self._metas[copy.source],
-                    target=target.name,
-                    expected=str(target.tensor.dtype).removeprefix("torch."),
-                )
-
-    def _casts(self) -> tuple[Cast, ...]:
-        """Return what the model holds in another dtype than it is sent in."""
-        targets = {t.name: t for entry in self._modules for t in entry.targets.values()}
-        found: dict[tuple[str, str], dict[str, None]] = {}
-        for copy in self._recorder.copies:
-            meta, target = self._metas[copy.source], targets.get(copy.target)
-            held = "" if target is None else str(target.tensor.dtype).removeprefix("torch.")
-            if held not in {"", meta.dtype}:
-                found.setdefault((meta.dtype, held), {})[meta.name] = None
-        return tuple(
-            Cast(sent=sent, held=held, num_tensors=len(names), names=tuple(names)[:MAX_NAMES])
-            for (sent, held), names in found.items()
-        )
 
     def _worth_feeding(self) -> Iterator[int]:
         """Yield sources without tied duplicates and repeated names."""
@@ -384,7 +350,3 @@ def _wants_values(error: BaseException) -> bool:
             return True
         chain = chain.__cause__ or chain.__context__
     return False
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
