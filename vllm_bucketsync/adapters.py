@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
-from .errors import AdapterError, ConfigError, utf8
+from .errors import AdapterError, ConfigError
 from .messages import MAX_ADAPTER_NAME_CHARS, AdapterSpec
+from .texts import utf8
 
 # vLLM takes it for a path: what begins with it is ours, anything else is a folder.
 SCHEME = "bucketsync://"

@@ -8,10 +8,11 @@ from typing import SupportsIndex
 
 from .clients.base import PauseMode
 from .config import Verify
-from .errors import ConfigError, SourceError, utf8, with_article
+from .errors import ConfigError, SourceError
 from .handles import MAX_SHORT_CHARS
 from .messages import MAX_PATTERNS, MAX_VERSION_CHARS
 from .sources import Source
+from .texts import utf8, with_article
 from .versions import check_ordered
 
 

@@ -12,15 +12,10 @@ import msgspec
 
 from .clients.base import Engine, PauseMode, UpdateAnswer, UpdateRequest, without_method
 from .config import Settings
-from .errors import (
-    BucketSyncError,
-    EngineBusyError,
-    EngineUnreachableError,
-    RemoteError,
-    from_wire,
-)
+from .errors import BucketSyncError, EngineBusyError, EngineUnreachableError, RemoteError
 from .messages import PROTOCOL_VERSION, AdapterSpec
 from .update import Update
+from .wire_errors import from_dict
 
 T = TypeVar("T")
 Progress = Callable[[int, int | None], None]
@@ -171,12 +166,7 @@ def early_end(answer: UpdateAnswer | None, error: BaseException | None) -> BaseE
     for result in results:
         wire = result.get("error") if isinstance(result, dict) else None
         if isinstance(wire, dict) and {"code", "message", "details"} <= wire.keys():
-            return from_wire(
-                str(wire["code"]),
-                str(wire["message"]),
-                dict(wire["details"]),
-                rank=result.get("rank"),
-            )
+            return from_dict(wire, rank=result.get("rank"))
     return RemoteError(
         f"the engine's call returned before the update ended: {results!r}; it has fewer workers "
         f"than were expected, or another update runs there"

@@ -33,7 +33,7 @@ from .clients.base import (
     UpdateRequest,
     verdict,
 )
-from .errors import BucketSyncError, ChannelTimeoutError, EngineState, to_wire
+from .errors import BucketSyncError, ChannelTimeoutError, EngineState
 from .messages import (
     MAX_ADAPTER_NAME_CHARS,
     MAX_VERSION_CHARS,
@@ -42,6 +42,7 @@ from .messages import (
 )
 from .serve import Offer, Seconds
 from .served_names import Names
+from .wire_errors import to_dict
 
 logger = logging.getLogger(__name__)
 
@@ -235,9 +236,7 @@ async def _seen_through(state: _State, work: Coroutine[Any, Any, T]) -> T:
 
 def _typed(error: BucketSyncError) -> JSONResponse:
     """Return an error as data: vLLM makes one text of what an HTTPException says."""
-    code, message, details = to_wire(error)
-    wire = {"code": code, "message": message, "details": details}
-    return JSONResponse({"detail": wire}, status_code=422)
+    return JSONResponse({"detail": to_dict(error)}, status_code=422)
 
 
 async def _remove(state: _State, body: _Remove) -> list[Any]:

@@ -4,8 +4,8 @@ The classes are grouped by what a caller does next: fix the call, change the
 machine, retry, report, reload. Each also derives from the builtin that a stranger
 would catch, and carries its facts as attributes, so that nobody parses texts.
 
-On the wire an error is plain data: a code, a text, and the primitives named in
-``fields``. No exception object travels; ``from_wire`` builds the class anew.
+On the wire an error is plain data, see ``wire_errors.py``: a code, a text, and the
+primitives named in ``fields``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
+
+from .texts import utf8
 
 Primitive = str | int | float | bool | None
 Details = dict[str, Primitive | list[str]]
@@ -74,7 +76,7 @@ class BucketSyncError(Exception):
         """Let it be copied and pickled: not every class can be made from its text alone."""
         # Builtins keep this one outside of the instance's dictionary.
         number = {"errno": self.errno} if isinstance(self, OSError) else {}
-        return _made, (type(self), self.args), self.__dict__ | number
+        return made, (type(self), self.args), self.__dict__ | number
 
 
 class ConfigError(BucketSyncError, ValueError):
@@ -494,61 +496,7 @@ class RemoteError(BucketSyncError, RuntimeError):
         self.remote_type = remote_type
 
 
-def with_article(noun: str) -> str:
-    """Return a noun with its article, for texts: an int, a dict."""
-    return f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
-
-
-def error_classes() -> dict[str, type[BucketSyncError]]:
-    """Return every class of the tree by its code, the root included."""
-    found: dict[str, type[BucketSyncError]] = {}
-    waiting = [BucketSyncError]
-    while waiting:
-        cls = waiting.pop()
-        found.setdefault(cls.code, cls)  # a user's subclass may have no code of its own
-        waiting.extend(cls.__subclasses__())
-    return found
-
-
-def to_wire(error: BaseException) -> tuple[str, str, Details]:
-    """Return an error as code, text and details; a stranger becomes ``remote``."""
-    if isinstance(error, BucketSyncError):
-        return error.code, utf8(error.message), error.details()
-    text = f"{type(error).__name__}: {error}"
-    return RemoteError.code, utf8(text), {"remote_type": type(error).__name__}
-
-
-def from_wire(
-    code: str,
-    message: str,
-    details: Details,
-    *,
-    rank: int | None = None,
-    engine_state: EngineState | None = None,
-) -> BucketSyncError:
-    """Build the error that the other end described.
-
-    An unknown code, as a newer peer may send, becomes a ``RemoteError`` that keeps
-    the code as its ``remote_type``.
-    """
-    cls = error_classes().get(code)
-    if cls is None:
-        cls, details = RemoteError, {"remote_type": code}
-    error = _made(cls, (message,))
-    for field in cls.fields:
-        value: Any = details.get(field)
-        setattr(error, field, tuple(value) if isinstance(value, list) else value)
-    error.rank = rank
-    error.engine_state = engine_state
-    return error
-
-
-def utf8(text: str) -> str:
-    """Return a text that can be encoded: file names that are no UTF-8 get ``?`` in places."""
-    return text.encode(errors="replace").decode()
-
-
-def _made(cls: type[BucketSyncError], args: tuple[Any, ...]) -> BucketSyncError:
+def made(cls: type[BucketSyncError], args: tuple[Any, ...]) -> BucketSyncError:
     """Make an error that has its text already; its attributes follow."""
     error = cls.__new__(cls)
     Exception.__init__(error, *args)

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from .errors import AdapterConfigError, SourceError, with_article
+from .errors import AdapterConfigError, SourceError
 from .layout import TensorMeta
 from .names import Names
 from .peft_models import carries_adapter, peft_model
 from .recall import Recall
 from .sources import Source, declare, open_source
 from .tensors import SeenTensors, check_sendable, describe
+from .texts import with_article
 
 _Table = Mapping[str, torch.Tensor | None]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .errors import SourceError, with_article
+from .errors import SourceError
 from .layout import MAX_NAME_BYTES
+from .texts import with_article
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PEFT = ["base_model", "model"]

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from .errors import AdapterConfigError, ConfigError, SourceError, with_article
+from .errors import AdapterConfigError, ConfigError, SourceError
 from .messages import MAX_CONFIG_CHARS
 from .recall import Recall
 from .sources import Source, open_source
+from .texts import with_article
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from .config import ENV_PREFIX
-from .errors import utf8
+from .texts import utf8
 
 Fact = str | int | bool | None
 

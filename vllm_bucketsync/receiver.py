@@ -23,7 +23,6 @@ from .errors import (
     RemoteProtocolError,
     TransportError,
     UnsupportedError,
-    to_wire,
 )
 from .handles import MAX_TEXT_CHARS
 from .layout import Manifest, TensorMeta
@@ -64,6 +63,7 @@ from .timeline import (
     Timeline,
 )
 from .transport.registry import open_region
+from .wire_errors import to_wire
 
 # What a worker is about while it does what a command asks for.
 _STAGES: dict[type[Command], str] = {

@@ -19,8 +19,6 @@ from .errors import (
     LocalProtocolError,
     RemoteProtocolError,
     UnsupportedError,
-    from_wire,
-    utf8,
 )
 from .handles import MAX_TEXT_CHARS
 from .identity import HOST
@@ -48,9 +46,11 @@ from .route import Route
 from .session import Role, Session, State
 from .slots import Slots
 from .sources import Source
+from .texts import utf8
 from .timeline import Timeline
 from .update import Phase, Update
 from .versions import check_newer
+from .wire_errors import from_wire
 
 Outgoing = tuple[bytes, Command]
 

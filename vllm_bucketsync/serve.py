@@ -27,7 +27,6 @@ from .errors import (
     PeerLostError,
     RemoteProtocolError,
     UnsupportedError,
-    to_wire,
 )
 from .identity import HOST, doing
 from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply, decode_command, encode
@@ -37,6 +36,7 @@ from .retained import ReceiverMemory
 from .session import State
 from .sinks import Sink
 from .transport.registry import openable
+from .wire_errors import as_dict, to_dict
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def refusal(error: BaseException) -> Result:
         "state": str(EngineState.UNKNOWN),
         "rank": -1,
         "dp_index": -1,
-        "error": _error(*to_wire(error)),
+        "error": to_dict(error),
     }
 
 
@@ -250,7 +250,7 @@ def _answer(worker: Worker, act: Callable[[], None]) -> Result:
     try:
         act()
     except Exception as failure:  # noqa: BLE001 - as above
-        error = _error(*to_wire(failure))
+        error = to_dict(failure)
     return worker.status() | {"error": error}
 
 
@@ -404,9 +404,5 @@ def _conclude(worker: Worker, receiver: Receiver) -> Result:
         "num_bytes": receiver.num_bytes,
         "adapter": None if adapter is None else adapter.name,
         "lora_path": None if adapter is None else adapter.lora_path,
-        "error": None if wire is None else _error(wire.code, wire.message, wire.details),
+        "error": None if wire is None else as_dict(wire.code, wire.message, wire.details),
     }
-
-
-def _error(code: str, message: str, details: Any) -> Result:
-    return {"code": code, "message": message, "details": dict(details)}

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .checkpoint import list_checkpoint, read_tensors
-from .errors import SourceError, with_article
+from .errors import SourceError
 from .layout import Manifest, TensorMeta
 from .names import Names
 from .recall import Described, Recall
@@ -33,6 +33,7 @@ from .tensors import (
     gather,
     meta_of,
 )
+from .texts import with_article
 
 __all__ = ["Source", "byte_view", "declare", "meta_of", "open_source", "read_metas"]
 

@@ -19,13 +19,14 @@ import torch
 from .boxes import Box
 from .config import Verify
 from .copies import CopyBatch, view
-from .errors import ApplyError, EngineState, MissingTensorError, RemoteProtocolError, to_wire
+from .errors import ApplyError, EngineState, MissingTensorError, RemoteProtocolError
 from .layout import MAX_ENTRIES, Manifest, TensorMeta, aligned
 from .messages import Open, Staged
 from .proofs import Proof
 from .sinks import Bucket, Piece, Sink, SinkReport
 from .streams import synchronise
 from .transport.arena import Arena
+from .wire_errors import to_wire
 
 logger = logging.getLogger(__name__)
 

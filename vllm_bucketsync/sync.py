@@ -24,7 +24,7 @@ from .clients.base import RELEASE_METHOD, STATUS_METHOD, PauseMode
 from .clients.connect import connect
 from .clients.words import in_words_of
 from .config import Settings, Verify
-from .errors import ConfigError, from_wire
+from .errors import ConfigError
 from .keeping import RETURN_TIMEOUT_S
 from .merging import open_weights
 from .peft_models import open_adapter
@@ -33,6 +33,7 @@ from .report import AdapterReport, PushReport, adapter_report_of, report_of
 from .streams import leave_thread
 from .timeline import EXAMINING, Timeline
 from .updating import Updater
+from .wire_errors import from_dict
 
 
 class WeightSync(Updater):
@@ -310,9 +311,7 @@ class WeightSync(Updater):
         for answer in answers:
             wire = answer.get("error")
             if wire is not None:
-                raise from_wire(
-                    wire["code"], wire["message"], wire["details"], rank=answer.get("rank")
-                )
+                raise from_dict(wire, rank=answer.get("rank"))
         return any(answer.get("was_held") for answer in answers)
 
     async def apush(self, source: object, **options: Any) -> PushReport:
@@ -364,8 +363,7 @@ class WeightSync(Updater):
             failed = next((one for one in answers if one.get("error")), None)
             if failed is not None:
                 # What a worker may still have mapped is not given back.
-                wire = failed["error"]
-                raise from_wire(wire["code"], wire["message"], wire["details"], rank=failed["rank"])
+                raise from_dict(failed["error"], rank=failed["rank"])
             self._slots.release()
             # They have hung up.
             self._known = {}

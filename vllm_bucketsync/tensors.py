@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from .errors import SourceError, with_article
+from .errors import SourceError
 from .layout import MAX_DIMS, TensorMeta
+from .texts import with_article
 
 # Their bytes mean nothing without scales that a plain tensor cannot carry.
 _QUANTISED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from vllm_bucketsync import errors
+from vllm_bucketsync import errors, wire_errors
 from vllm_bucketsync.errors import BucketSyncError, EngineState
 
 CLASSES = [
@@ -65,13 +65,13 @@ SAMPLES: list[BucketSyncError] = [
 
 
 def over_the_wire(error: BaseException) -> BucketSyncError:
-    code, text, details = errors.to_wire(error)
+    code, text, details = wire_errors.to_wire(error)
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode((code, text, details)))
-    return errors.from_wire(*arrived)
+    return wire_errors.from_wire(*arrived)
 
 
 def test_every_class_is_found_by_a_code_of_its_own() -> None:
-    by_code = errors.error_classes()
+    by_code = wire_errors.error_classes()
 
     assert sorted(cls.__name__ for cls in by_code.values()) == sorted(c.__name__ for c in CLASSES)
     assert all(by_code[cls.code] is cls and "code" in vars(cls) for cls in CLASSES)
@@ -113,7 +113,7 @@ def test_an_error_survives_the_wire_with_its_attributes(error: BucketSyncError) 
 
 
 def test_rank_and_state_are_set_by_whoever_received_the_error() -> None:
-    error = errors.from_wire("load", "x", {}, rank=0, engine_state=EngineState.TORN)
+    error = wire_errors.from_wire("load", "x", {}, rank=0, engine_state=EngineState.TORN)
 
     assert error.rank == 0
     assert error.engine_state is EngineState.TORN
@@ -130,7 +130,7 @@ def test_a_stranger_becomes_a_remote_error_that_names_its_class() -> None:
 
 
 def test_a_code_of_a_newer_peer_becomes_a_remote_error_that_keeps_it() -> None:
-    arrived = errors.from_wire("not_invented_yet", "text", {"field": 1})
+    arrived = wire_errors.from_wire("not_invented_yet", "text", {"field": 1})
 
     assert isinstance(arrived, errors.RemoteError)
     assert arrived.remote_type == "not_invented_yet"
@@ -138,7 +138,7 @@ def test_a_code_of_a_newer_peer_becomes_a_remote_error_that_keeps_it() -> None:
 
 
 def test_details_that_no_class_knows_are_ignored_and_missing_ones_are_none() -> None:
-    arrived = errors.from_wire("source", "text", {"__class__": "x", "args": ["y"]})
+    arrived = wire_errors.from_wire("source", "text", {"__class__": "x", "args": ["y"]})
 
     assert type(arrived) is errors.SourceError
     assert arrived.name is None
@@ -193,7 +193,7 @@ def test_the_text_of_an_error_says_what_the_engine_holds_unless_it_is_unchanged(
 
     assert str(error) == str(sample) + said
     # The wire and the command line have other words for the state.
-    assert errors.to_wire(error)[1] == error.message == str(sample)
+    assert wire_errors.to_wire(error)[1] == error.message == str(sample)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda e: type(e).__name__)

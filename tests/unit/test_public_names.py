@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vllm_bucketsync
-from vllm_bucketsync import errors
+from vllm_bucketsync import errors, wire_errors
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.sync import WeightSync
 
@@ -27,7 +27,9 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
         _ = vllm_bucketsync.Weightsync  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("error", errors.error_classes().values(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "error", wire_errors.error_classes().values(), ids=lambda cls: cls.__name__
+)
 def test_an_error_is_exported(error: type[errors.BucketSyncError]) -> None:
     assert error.__name__ in vllm_bucketsync.__all__
     assert getattr(vllm_bucketsync, error.__name__) is error
@@ -38,7 +40,9 @@ def test_the_readme_explains_every_error_with_its_builtin_and_no_other() -> None
     row = re.compile(r"^\| `(\w+)`(?: \(`(\w+)`\))? \|", flags=re.MULTILINE)
     explained = dict(row.findall(section))
 
-    assert explained == {cls.__name__: own_builtin(cls) for cls in errors.error_classes().values()}
+    assert explained == {
+        cls.__name__: own_builtin(cls) for cls in wire_errors.error_classes().values()
+    }
 
 
 def own_builtin(error: type[errors.BucketSyncError]) -> str:
@@ -62,4 +66,4 @@ def test_help_tells_what_every_method_raises(name: str) -> None:
 
     told = re.findall(r"^ {12}(\w+): ", raises, flags=re.MULTILINE)
     assert told
-    assert set(told) <= {cls.__name__ for cls in errors.error_classes().values()}
+    assert set(told) <= {cls.__name__ for cls in wire_errors.error_classes().values()}

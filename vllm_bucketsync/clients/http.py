@@ -19,8 +19,8 @@ from ..errors import (
     EngineState,
     EngineUnreachableError,
     UnsupportedError,
-    from_wire,
 )
+from ..wire_errors import from_dict
 from .base import (
     RELEASE_METHOD,
     STATUS_METHOD,
@@ -353,8 +353,7 @@ def _base_url(url: str) -> str:
 def _refusal(answer: httpx.Response) -> BucketSyncError | None:
     """Return the error that our route describes in its answer, or ``None``."""
     try:
-        found = answer.json()["detail"]
-        return from_wire(str(found["code"]), str(found["message"]), dict(found["details"]))
+        return from_dict(answer.json()["detail"])
     except (ValueError, TypeError, KeyError):
         return None
 
