@@ -14,6 +14,8 @@ import torch
 from .errors import RemoteProtocolError
 from .layout import (
     ALIGNMENT_BYTES,
+    MAX_DIMS,
+    MAX_NAME_BYTES,
     BucketLayout,
     BucketPlan,
     Entry,
@@ -23,7 +25,7 @@ from .layout import (
     TensorMeta,
     manifest_digest,
 )
-from .messages import Batch, Finish, check_meta
+from .messages import Batch, Finish
 from .tensors import DTYPE_NAMES
 
 MAX_ELEMENTS = 1 << 60
@@ -230,6 +232,28 @@ def check_tensor_meta(meta: TensorMeta) -> None:
         raise RemoteProtocolError(
             f"{meta.name!r} of shape {list(meta.shape)} and dtype {meta.dtype} takes {expected} "
             f"bytes, announced were {meta.num_bytes}"
+        )
+
+
+def check_meta(meta: TensorMeta) -> None:
+    """Refuse a meta that no tensor can have.
+
+    Raises:
+        RemoteProtocolError: A name, a shape or a size is out of bounds.
+    """
+    name_bytes = len(meta.name.encode())
+    is_sane = (
+        0 < name_bytes <= MAX_NAME_BYTES
+        and len(meta.dtype) <= MAX_NAME_BYTES
+        and len(meta.shape) <= MAX_DIMS
+        and min(meta.shape, default=0) >= 0
+        and meta.num_bytes >= 0
+    )
+    if not is_sane:
+        raise RemoteProtocolError(
+            f"a tensor's description is out of bounds: name of {name_bytes} bytes (1 to "
+            f"{MAX_NAME_BYTES}), {len(meta.shape)} dimensions (at most {MAX_DIMS}), "
+            f"{meta.num_bytes} bytes"
         )
 
 

@@ -1,28 +1,26 @@
 """What travels between sender and receiver: typed, versioned, bounded, and inert.
 
 A ``Command`` goes from the sender to a receiver, a ``Reply`` the other way. Each is
-one msgpack map with a ``type`` tag, decoded by msgspec into a frozen struct. Nothing
-that arrives can run, and nothing is believed before ``decode`` and the receiver's own
-checks have passed.
+a frozen struct, which ``codec.py`` makes bytes of and reads from them. Nothing that
+arrives can run, and nothing is believed before that and the receiver's own checks have
+passed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from .config import Verify
-from .errors import EngineState, RemoteProtocolError
+from .errors import EngineState
 from .handles import MAX_REGIONS, Count, Handle, ShortText, Text
-from .layout import MAX_DIMS, MAX_ENTRIES, MAX_NAME_BYTES, BucketLayout, Entry, Placed, TensorMeta
+from .layout import MAX_ENTRIES, BucketLayout, Entry, Placed, TensorMeta
 from .timeline import MAX_SPANS, Span
 
 # Raised with every change of a message that an older end would misread.
 PROTOCOL_VERSION = 4
-# Fits MAX_METAS metas with names of MAX_NAME_BYTES.
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_METAS = 8192
 # PEFT may list every target module by its full name.
 MAX_CONFIG_CHARS = 1024 * 1024
@@ -35,8 +33,6 @@ MAX_PATTERNS = 1024
 MAX_STAGES = 64
 MAX_TENSORS = 1 << 26
 MAX_VERSION_CHARS = 256
-
-T = TypeVar("T")
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -418,69 +414,3 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
     message: Text
     details: dict[ShortText, str | int | float | bool | list[str] | None]
     state: EngineState
-
-
-_COMMANDS = Open | Metas | Batch | Deviate | Busy | Finish | Conclude | Commit | Abort
-_REPLIES = Hello | Ready | Fallback | Ack | Prepared | Done | Aborted | Error
-_ENCODER = msgspec.msgpack.Encoder()
-_COMMAND_DECODER = msgspec.msgpack.Decoder(_COMMANDS)
-_REPLY_DECODER = msgspec.msgpack.Decoder(_REPLIES)
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as bytes."""
-    return _ENCODER.encode(message)
-
-
-def decode_command(data: bytes) -> Command:
-    """Return the command that ``data`` holds.
-
-    Raises:
-        RemoteProtocolError: It holds no command of this protocol version.
-    """
-    return _decode(_COMMAND_DECODER, data, "command")
-
-
-def decode_reply(data: bytes) -> Reply:
-    """Return the reply that ``data`` holds.
-
-    Raises:
-        RemoteProtocolError: It holds no reply of this protocol version.
-    """
-    return _decode(_REPLY_DECODER, data, "reply")
-
-
-def check_meta(meta: TensorMeta) -> None:
-    """Refuse a meta that no tensor can have.
-
-    Raises:
-        RemoteProtocolError: A name, a shape or a size is out of bounds.
-    """
-    name_bytes = len(meta.name.encode())
-    is_sane = (
-        0 < name_bytes <= MAX_NAME_BYTES
-        and len(meta.dtype) <= MAX_NAME_BYTES
-        and len(meta.shape) <= MAX_DIMS
-        and min(meta.shape, default=0) >= 0
-        and meta.num_bytes >= 0
-    )
-    if not is_sane:
-        raise RemoteProtocolError(
-            f"a tensor's description is out of bounds: name of {name_bytes} bytes (1 to "
-            f"{MAX_NAME_BYTES}), {len(meta.shape)} dimensions (at most {MAX_DIMS}), "
-            f"{meta.num_bytes} bytes"
-        )
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError(
-            f"a {what} of {len(data)} bytes arrived; at most {MAX_MESSAGE_BYTES} are allowed"
-        )
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(
-            f"no {what} of protocol {PROTOCOL_VERSION}: {error}; both ends must run the "
-            f"same version of vllm_bucketsync"
-        ) from error

@@ -19,6 +19,7 @@ import msgspec
 
 from . import __version__, link
 from .channel import Dialer
+from .codec import decode_command, encode
 from .errors import (
     BucketSyncError,
     ChannelTimeoutError,
@@ -29,7 +30,7 @@ from .errors import (
     UnsupportedError,
 )
 from .identity import HOST, doing
-from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply, decode_command, encode
+from .messages import PROTOCOL_VERSION, Command, Hello, Open, Reply
 from .probe import TransportProbe, own_probe
 from .receiver import Receiver
 from .retained import ReceiverMemory

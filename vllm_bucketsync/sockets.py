@@ -20,8 +20,8 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from .codec import MAX_MESSAGE_BYTES
 from .errors import ConfigError, LocalProtocolError, PeerLostError, TransportError
-from .messages import MAX_MESSAGE_BYTES
 
 SCHEME = "ipc://"
 # The kernel's limit for the path of a socket, less the zero byte that ends it.

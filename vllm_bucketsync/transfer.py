@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from .asking import Asking, Progress, RpcCall, UpdateCall, early_end, has_failed
 from .channel import Event, Listener, Lost, Received
 from .clients.base import Engine, UpdateAnswer
+from .codec import decode_reply, encode
 from .config import Settings
 from .errors import (
     ChannelTimeoutError,
@@ -22,7 +23,7 @@ from .errors import (
     RemoteProtocolError,
 )
 from .link import register, unregister
-from .messages import Command, Hello, Reply, decode_reply, encode
+from .messages import Command, Hello, Reply
 from .sender import Sender
 from .timeline import RETURNING
 from .update import Phase, Update

@@ -20,9 +20,10 @@ import zmq
 from support.thread_engine import ThreadEngine
 
 from vllm_bucketsync.channel import Listener, Received
+from vllm_bucketsync.codec import decode_reply, encode
 from vllm_bucketsync.errors import ChannelTimeoutError, ConfigError
 from vllm_bucketsync.identity import HOST
-from vllm_bucketsync.messages import PROTOCOL_VERSION, Done, Hello, decode_reply, encode
+from vllm_bucketsync.messages import PROTOCOL_VERSION, Done, Hello
 from vllm_bucketsync.sync import WeightSync
 
 TENSORS = {"a": torch.arange(1000.0), "b": torch.ones(3)}

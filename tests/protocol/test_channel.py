@@ -17,8 +17,8 @@ from support.processes import Child
 
 from vllm_bucketsync import channel, sockets
 from vllm_bucketsync.channel import Dialer, Listener, Lost, Received
+from vllm_bucketsync.codec import MAX_MESSAGE_BYTES
 from vllm_bucketsync.errors import ConfigError, LocalProtocolError, PeerLostError, TransportError
-from vllm_bucketsync.messages import MAX_MESSAGE_BYTES
 from vllm_bucketsync.rundir import remove_stale
 
 PATIENCE_S = 20.0

@@ -46,8 +46,8 @@ from support.struck_trainer import (
 
 from vllm_bucketsync import errors
 from vllm_bucketsync.channel import LINGER_S
+from vllm_bucketsync.codec import encode
 from vllm_bucketsync.identity import doing
-from vllm_bucketsync.messages import encode
 from vllm_bucketsync.session import State
 from vllm_bucketsync.sync import WeightSync
 

@@ -10,6 +10,7 @@ import torch
 from support.tensor_samples import bytes_tensor
 from support.thread_engine import KeepingSink
 
+from vllm_bucketsync.codec import decode_command, encode
 from vllm_bucketsync.config import Settings, Verify
 from vllm_bucketsync.identity import HOST
 from vllm_bucketsync.layout import Manifest, TensorMeta
@@ -22,8 +23,6 @@ from vllm_bucketsync.messages import (
     Metas,
     Open,
     Reply,
-    decode_command,
-    encode,
 )
 from vllm_bucketsync.packing import Packing
 from vllm_bucketsync.receiver import Receiver

@@ -10,10 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stepping import Pairs, byte_pairs, manifest_of
 
-from vllm_bucketsync.arrivals import MAX_ELEMENTS, Arrivals, check_manifest, check_tensor_meta
+from vllm_bucketsync.arrivals import (
+    MAX_ELEMENTS,
+    Arrivals,
+    check_manifest,
+    check_meta,
+    check_tensor_meta,
+)
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import RemoteProtocolError
-from vllm_bucketsync.layout import BucketLayout, Entry, Manifest, TensorMeta
+from vllm_bucketsync.layout import (
+    MAX_DIMS,
+    MAX_NAME_BYTES,
+    BucketLayout,
+    Entry,
+    Manifest,
+    TensorMeta,
+)
 from vllm_bucketsync.messages import Batch, Deviate, Finish
 from vllm_bucketsync.packing import Packing
 from vllm_bucketsync.slots import Slots
@@ -241,3 +254,26 @@ def test_a_bucket_without_entries_is_the_one_that_was_planned_next_or_refused() 
             with pytest.raises(RemoteProtocolError, match="not the next of the 3"):
                 arrivals.accept(batch, capacity_bytes=512)
         assert arrivals.num_tensors == (4 if is_next else 1)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        TensorMeta("", "uint8", (), 1),
+        TensorMeta("x" * (MAX_NAME_BYTES + 1), "uint8", (), 1),
+        TensorMeta("é" * (MAX_NAME_BYTES // 2 + 1), "uint8", (), 1),
+        TensorMeta("a", "d" * (MAX_NAME_BYTES + 1), (), 1),
+        TensorMeta("a", "uint8", (1,) * (MAX_DIMS + 1), 1),
+        TensorMeta("a", "uint8", (2, -1), 1),
+        TensorMeta("a", "uint8", (), -1),
+    ],
+    ids=["no name", "long name", "long in UTF-8", "long dtype", "dims", "shape", "bytes"],
+)
+def test_a_description_out_of_bounds_is_refused(meta: TensorMeta) -> None:
+    with pytest.raises(RemoteProtocolError, match="description is out of bounds"):
+        check_meta(meta)
+
+
+def test_a_description_at_the_bounds_is_accepted() -> None:
+    check_meta(TensorMeta("x" * MAX_NAME_BYTES, "uint8", (1,) * MAX_DIMS, 1))
+    check_meta(TensorMeta("a", "uint8", (0,), 0))

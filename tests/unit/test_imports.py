@@ -19,6 +19,7 @@ FORBIDDEN = [
     ("vllm_bucketsync.layout", {"torch", "vllm", "zmq"}),
     ("vllm_bucketsync.config", {"torch", "vllm", "zmq"}),
     ("vllm_bucketsync.messages", {"torch", "vllm", "zmq"}),
+    ("vllm_bucketsync.codec", {"torch", "vllm", "zmq"}),
     ("vllm_bucketsync.session", {"torch", "vllm", "zmq"}),
     ("vllm_bucketsync.sender", {"vllm"}),
     ("vllm_bucketsync.receiver", {"vllm", "vllm_bucketsync.sender", "vllm_bucketsync.sync"}),

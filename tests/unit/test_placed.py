@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.golden import OPEN
 
 from vllm_bucketsync.arrivals import Arrivals
+from vllm_bucketsync.codec import decode_command, encode
 from vllm_bucketsync.errors import RemoteProtocolError
 from vllm_bucketsync.handles import CudaBlock, CudaBlocksHandle, ShmHandle
 from vllm_bucketsync.layout import (
@@ -20,7 +21,7 @@ from vllm_bucketsync.layout import (
     TensorMeta,
     packed,
 )
-from vllm_bucketsync.messages import Batch, Open, decode_command, encode
+from vllm_bucketsync.messages import Batch, Open
 
 LAYOUT = BucketLayout(512)
 LEASE = ShmHandle(id="r", path="/r.seg", num_bytes=256, canary=bytes(32))

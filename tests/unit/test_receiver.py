@@ -31,6 +31,7 @@ from support.stepping import (
 )
 from support.thread_engine import KeepingSink
 
+from vllm_bucketsync.codec import decode_command, decode_reply, encode
 from vllm_bucketsync.config import Verify
 from vllm_bucketsync.errors import EngineState, LoadError, RegionError, RemoteProtocolError
 from vllm_bucketsync.handles import MAX_TEXT_CHARS, InprocHandle, ShmHandle
@@ -54,9 +55,6 @@ from vllm_bucketsync.messages import (
     Ready,
     Region,
     Reply,
-    decode_command,
-    decode_reply,
-    encode,
 )
 from vllm_bucketsync.receiver import Receiver
 from vllm_bucketsync.retained import MAX_MANIFESTS, ReceiverMemory

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from vllm_bucketsync.messages import MAX_STAGES, Done, decode_reply, encode
+from vllm_bucketsync.codec import decode_reply, encode
+from vllm_bucketsync.messages import MAX_STAGES, Done
 from vllm_bucketsync.timeline import MAX_SPANS, NO_BUCKET, Span, Timeline
 
 

@@ -28,9 +28,10 @@ from support.stepping import (
 )
 from support.thread_engine import KeepingSink
 
+from vllm_bucketsync.codec import decode_command, encode
 from vllm_bucketsync.errors import EngineState, RemoteProtocolError
 from vllm_bucketsync.layout import Manifest
-from vllm_bucketsync.messages import Done, Error, decode_command, encode
+from vllm_bucketsync.messages import Done, Error
 from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.slots import Slots
 from vllm_bucketsync.transport.registry import open_region

@@ -34,7 +34,8 @@ from support.stepping import (
 )
 from support.thread_engine import KeepingSink
 
-from vllm_bucketsync import messages
+from vllm_bucketsync import codec, messages
+from vllm_bucketsync.codec import encode
 from vllm_bucketsync.errors import BucketSyncError, EngineState, RemoteProtocolError
 from vllm_bucketsync.layout import Entry, TensorMeta
 from vllm_bucketsync.messages import (
@@ -55,7 +56,6 @@ from vllm_bucketsync.messages import (
     Ready,
     Region,
     Reply,
-    encode,
 )
 from vllm_bucketsync.retained import ReceiverMemory
 from vllm_bucketsync.route import Route
@@ -121,7 +121,7 @@ class HostileTrainer(RuleBasedStateMachine):
         had_ended, num_seen = self.receiver.session.has_ended, len(self.region.views)
         replies = self.receiver.step(command)
         for reply in replies:
-            messages.decode_reply(encode(reply))
+            codec.decode_reply(encode(reply))
         self.num_late += had_ended
         if had_ended:
             assert [type(reply) for reply in replies] == [Error]
@@ -212,7 +212,7 @@ class HostileTrainer(RuleBasedStateMachine):
         for _ in range(data.draw(st.integers(1, 3))):
             raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
         try:
-            command = messages.decode_command(bytes(raw))
+            command = codec.decode_command(bytes(raw))
         except RemoteProtocolError:
             return
         self.say(command)
@@ -264,7 +264,7 @@ class HostileWorkers(RuleBasedStateMachine):
 
     def advance(self) -> None:
         for key, command in self.sender.advance():
-            messages.decode_command(encode(command))
+            codec.decode_command(encode(command))
             self.said.append((key, command))
 
     @rule(rank=st.integers(0, 2), is_good=st.booleans(), data=st.data())
@@ -396,7 +396,7 @@ def test_no_value_in_the_place_of_another_gets_past_the_decoder_but_as_what_it_m
     values += [[], {}, [[]] * 9000, {"a": 1}, [None], "\x00", "../../etc/passwd"]
     num_refused = num_taken = 0
     for message, golden in GOLDEN:
-        decode = messages.decode_reply if isinstance(message, Reply) else messages.decode_command
+        decode = codec.decode_reply if isinstance(message, Reply) else codec.decode_command
         plain = msgspec.msgpack.decode(bytes.fromhex(golden))
         for *path, last in _leaves(plain):
             for value in values:

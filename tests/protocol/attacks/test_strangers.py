@@ -24,15 +24,9 @@ from support.thread_engine import KeepingSink, ThreadEngine
 from vllm_bucketsync import serve
 from vllm_bucketsync.channel import Dialer
 from vllm_bucketsync.clients.base import UpdateAnswer, UpdateRequest
+from vllm_bucketsync.codec import decode_command, encode
 from vllm_bucketsync.errors import BucketSyncError, ConfigError, RegionError
-from vllm_bucketsync.messages import (
-    PROTOCOL_VERSION,
-    Abort,
-    Commit,
-    Open,
-    decode_command,
-    encode,
-)
+from vllm_bucketsync.messages import PROTOCOL_VERSION, Abort, Commit, Open
 from vllm_bucketsync.sync import WeightSync
 from vllm_bucketsync.transport.shm import OpenedShm
 
