@@ -9,8 +9,6 @@ guards with the server's API key. The routes reach the engine as vLLM's own do, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 import time
 from argparse import Namespace
@@ -20,7 +18,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from prometheus_client import Counter, Gauge, Histogram
 
 from . import __version__
 from .clients import online
@@ -41,6 +38,7 @@ from .messages import (
     AdapterSpec,
 )
 from .serve import Offer, Seconds
+from .served_metrics import metrics
 from .served_names import Names
 from .wire_errors import to_dict
 
@@ -111,7 +109,7 @@ class _State:
     def __init__(self, engine: Any, models: Any = None) -> None:
         self.engine = engine
         self.names = Names(models, make_request=_lora_request)
-        self.metrics = _metrics()
+        self.metrics = metrics()
         self.pause = OwnPause()
         self.running: set[asyncio.Task[Any]] = set()
 
@@ -121,49 +119,6 @@ def _lora_request(**fields: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(**fields)
-
-
-class _Metrics:
-    """Counters of this process, in the registry that vLLM serves at ``/metrics``."""
-
-    def __init__(self) -> None:
-        name = "vllm_bucketsync"
-        self.seconds = Histogram(f"{name}_update_seconds", "Seconds of an update on the engine")
-        self.updates = Counter(f"{name}_updates", "Updates that were committed")
-        self.failures = Counter(f"{name}_failures", "Updates and dry runs that failed")
-        self.bytes = Counter(f"{name}_bytes", "Bytes loaded by each worker")
-        self.tensors = Counter(f"{name}_tensors", "Tensors loaded by each worker")
-        # Of several API servers the one that was asked last knows.
-        self.torn = Gauge(
-            f"{name}_torn",
-            "1 while a worker holds part of an update",
-            multiprocess_mode="mostrecent",
-        )
-        self.version = Gauge(
-            f"{name}_version",
-            "Version of the weights, where it is a number",
-            multiprocess_mode="mostrecent",
-        )
-
-    def note(self, results: list[dict[str, Any]], *, version: str | None, seconds: float) -> None:
-        """Take note of an update's outcome, as the workers returned it."""
-        self.seconds.observe(seconds)
-        state = verdict(results)
-        is_good = state is EngineState.COMMITTED
-        (self.updates if is_good else self.failures).inc()
-        if is_good:
-            self.bytes.inc(results[0]["num_bytes"])
-            self.tensors.inc(results[0]["num_tensors"])
-            with contextlib.suppress(ValueError, TypeError):
-                self.version.set(float(version))  # type: ignore[arg-type]
-        said = [one for one in results if isinstance(one, dict)]
-        self.torn.set(state is EngineState.TORN or any(one.get("is_torn") for one in said))
-
-
-@functools.cache
-def _metrics() -> _Metrics:
-    """Return this process's metrics: a registry takes each name once."""
-    return _Metrics()
 
 
 @router.get("/info")

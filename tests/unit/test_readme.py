@@ -18,7 +18,7 @@ import pytest
 from support import readme
 
 import vllm_bucketsync
-from vllm_bucketsync import cli, config, endpoint, receiver, serve, timeline
+from vllm_bucketsync import cli, config, endpoint, receiver, serve, served_metrics, timeline
 from vllm_bucketsync.cli import servers
 from vllm_bucketsync.cli.exits import ExitCode
 from vllm_bucketsync.clients.base import EXTENSION
@@ -220,7 +220,7 @@ def test_every_metric_and_route_is_listed() -> None:
     metrics = re.findall(r"^\| `(vllm_bucketsync_\w+)` \|", TEXT, flags=re.MULTILINE)
     listed = re.findall(r"^\| `([A-Z]+) (/v1/\w+/\w+)` \|", TEXT, flags=re.MULTILINE)
 
-    collectors = vars(endpoint._metrics()).values()
+    collectors = vars(served_metrics.metrics()).values()
     kinds = {"counter": "_total"}
     families = [next(iter(collector.collect())) for collector in collectors]
     assert metrics == [family.name + kinds.get(family.type, "") for family in families]
