@@ -49,6 +49,7 @@ from .messages import (
     Ready,
     Reply,
 )
+from .promises import check_offer
 from .retained import KeptBuckets, ReceiverMemory, view_pieces
 from .session import Role, Session
 from .sinks import Bucket, Sink
@@ -230,22 +231,7 @@ class Receiver:
         return replies
 
     def _open(self, command: Open) -> list[Reply]:
-        for region in command.regions:
-            fits = region.handle < len(command.handles) and (
-                region.offset_bytes + region.num_bytes <= command.handles[region.handle].num_bytes
-            )
-            if not fits:
-                raise RemoteProtocolError(f"{region} reaches past the shared memory")
-        if command.placed is not None and not (
-            command.is_declared and command.placed.region < len(command.regions)
-        ):
-            raise RemoteProtocolError("places came without a declared manifest, or without region")
-        if self.opened is not None and _promise(command) != _promise(self.opened):
-            raise RemoteProtocolError("another offer for this update promises something else")
-        if command.is_atomic and not (command.is_declared and command.kind == "weights"):
-            raise RemoteProtocolError(
-                f"an atomic update of {command.kind} came without a declared manifest"
-            )
+        check_offer(command, before=self.opened)
         self.opened = command
         self._metas = []
         return self._begin() if not command.num_metas else []
@@ -384,19 +370,3 @@ class Receiver:
         if self._arrivals is None or self._sink is None:
             raise RemoteProtocolError("nothing was opened yet")
         return self._arrivals, self._sink
-
-
-def _promise(opened: Open) -> tuple[object, ...]:
-    """Return what has to stay when another transport is offered: the sink was told of it."""
-    return (
-        opened.update_id,
-        opened.version,
-        opened.kind,
-        opened.manifest,
-        opened.is_declared,
-        opened.partial,
-        opened.adapter,
-        opened.is_atomic,
-        opened.verify,
-        opened.num_workers,
-    )

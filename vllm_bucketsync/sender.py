@@ -22,9 +22,8 @@ from .errors import (
 )
 from .handles import MAX_TEXT_CHARS
 from .identity import HOST
-from .layout import Manifest, TensorMeta
+from .layout import Manifest
 from .messages import (
-    MAX_METAS,
     PROTOCOL_VERSION,
     Abort,
     Aborted,
@@ -36,10 +35,10 @@ from .messages import (
     Fallback,
     Finish,
     Hello,
-    Metas,
     Open,
     Reply,
 )
+from .opening import opening_of
 from .packing import Packing
 from .peers import Peer, held_by, place_of
 from .route import Route
@@ -355,33 +354,17 @@ class Sender:
             verify=self.update.verify,
         )
         for key, peer in self.peers.items():
-            metas: Sequence[TensorMeta] = ()
-            if manifest is not None and manifest.digest not in peer.hello.manifests:
-                metas = manifest.metas
-            opened = Open(
-                update_id=self.update.update_id,
-                version=self.update.version,
-                kind=self.update.kind,
-                transport=self.route.choice.kind,
-                transport_reason=self.route.choice.reason[:MAX_TEXT_CHARS],
-                handles=() if self.update.is_dry_run else self.slots.handles,
-                regions=() if self.update.is_dry_run else self.slots.regions,
-                layout=self.slots.layout,
-                placed=None if self.update.is_dry_run else self.slots.placed,
-                manifest=None if manifest is None else manifest.digest,
-                num_metas=len(metas),
+            opened, metas = opening_of(
+                self.update,
+                slots=self.slots,
+                choice=self.route.choice,
+                manifest=manifest,
                 is_declared=declared is not None,
-                partial=self.update.partial,
-                adapter=self.update.adapter,
-                is_traced=self.update.is_traced,
-                is_atomic=self.update.is_atomic,
-                verify=self.update.verify,
-                num_workers=self.num_workers,
+                known=peer.hello.manifests,
             )
             self._opened = opened
-            self._send(key, opened)
-            for first in range(0, len(metas), MAX_METAS):
-                self._send(key, Metas(metas=tuple(metas[first : first + MAX_METAS])))
+            for command in (opened, *metas):
+                self._send(key, command)
         # A source that can be read but once is not begun before its worker has come.
         can_begin_again = self.source.ready is not None
         self._is_hurried = can_begin_again and guess.may_hurry(list(self.peers.values()), opened)
