@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from .errors import AdapterConfigError, SourceError
+from .inputs import open_source
 from .layout import TensorMeta
 from .names import Names
 from .peft_models import carries_adapter, peft_model
 from .recall import Recall
-from .sources import Source, declare, open_source
+from .sources import Source, declare
 from .tensors import SeenTensors, check_sendable, describe
 from .texts import with_article
 

@@ -18,7 +18,8 @@ from .errors import SourceError
 from .layout import BucketPlan, BucketPlanner, Entry, Manifest, TensorMeta
 from .messages import Batch, Busy, Command, Deviate
 from .slots import Slots
-from .sources import Source, byte_view
+from .sources import Source
+from .tensors import byte_view
 from .timeline import MAKING, PACKING, WAITING_FOR_SLOT, Timeline
 
 # How often workers hear that a source is at work whose next bucket takes long.

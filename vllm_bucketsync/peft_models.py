@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 from .errors import AdapterConfigError, ConfigError, SourceError
+from .inputs import open_source
 from .messages import MAX_CONFIG_CHARS
 from .recall import Recall
-from .sources import Source, open_source
+from .sources import Source
 from .texts import with_article
 
 CONFIG_FILE = "adapter_config.json"

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_bucketsync.sources import byte_view
 from vllm_bucketsync.sync import WeightSync
+from vllm_bucketsync.tensors import byte_view
 
 from .fake_engine import FakeEngine
 from .trainer_process import PipeEngine, strike_around

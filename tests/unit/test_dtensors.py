@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vllm_bucketsync.errors import SourceError
-from vllm_bucketsync.sources import byte_view, open_source
+from vllm_bucketsync.inputs import open_source
+from vllm_bucketsync.tensors import byte_view
 
 VALUES = torch.arange(12.0).view(4, 3)
 

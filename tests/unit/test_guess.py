@@ -15,6 +15,7 @@ from support.stepping import WISH, byte_pairs, hello, manifest_of
 
 from vllm_bucketsync.config import Settings
 from vllm_bucketsync.errors import EngineState, PeerLostError, RemoteProtocolError
+from vllm_bucketsync.inputs import open_source
 from vllm_bucketsync.messages import (
     Abort,
     Aborted,
@@ -34,7 +35,6 @@ from vllm_bucketsync.messages import (
 from vllm_bucketsync.route import Route
 from vllm_bucketsync.sender import Sender
 from vllm_bucketsync.slots import Slots
-from vllm_bucketsync.sources import open_source
 from vllm_bucketsync.update import Phase, Update
 
 PAIRS = byte_pairs(300, 700, 8)

@@ -13,8 +13,8 @@ from support.bytes_of import bytes_of
 from torch import nn
 
 from vllm_bucketsync.errors import AdapterConfigError, SourceError
+from vllm_bucketsync.inputs import open_source
 from vllm_bucketsync.merging import open_merged
-from vllm_bucketsync.sources import open_source
 
 
 class Experts(nn.Module):

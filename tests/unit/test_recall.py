@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from vllm_bucketsync.errors import SourceError
+from vllm_bucketsync.inputs import open_source
 from vllm_bucketsync.layout import Manifest
 from vllm_bucketsync.recall import Recall
-from vllm_bucketsync.sources import open_source
 
 
 def upper(name: str) -> str:

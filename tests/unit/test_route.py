@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from vllm_bucketsync.inputs import open_source
 from vllm_bucketsync.recall import Recall
 from vllm_bucketsync.route import Route
 from vllm_bucketsync.slots import Slots
-from vllm_bucketsync.sources import open_source
 from vllm_bucketsync.transport.registry import Choice, Wish
 
 

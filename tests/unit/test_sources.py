@@ -15,7 +15,8 @@ from support.tensor_samples import expected_bytes
 from torch import nn
 
 from vllm_bucketsync.errors import SourceError
-from vllm_bucketsync.sources import Source, open_source
+from vllm_bucketsync.inputs import open_source
+from vllm_bucketsync.sources import Source
 
 
 class Block(nn.Module):

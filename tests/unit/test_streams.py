@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_bucketsync.errors import SourceError
-from vllm_bucketsync.sources import Source, open_source
+from vllm_bucketsync.inputs import open_source
+from vllm_bucketsync.sources import Source
 from vllm_bucketsync.streams import wait_for_trainer
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
