@@ -18,10 +18,7 @@ import torch
 from .errors import SourceError
 from .layout import Manifest, TensorMeta
 from .recall import Recall
-from .tensors import (
-    check_unchanged,
-    gather,
-)
+from .tensors import check_unchanged, gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ def declare(
     Raises:
         SourceError: It holds no tensors.
     """
-    return _checked_source(metas, _fetch_declared(metas, fetch), what=what, devices=devices)
+    return _declared(Manifest(metas), fetch, what=what, devices=devices)
 
 
 def read_metas(source: Source) -> Source:
@@ -121,26 +118,29 @@ def declare_present(
                 check_unchanged(metas[index], one)
         return cast(list[torch.Tensor], again)
 
-    tensors = _fetch_declared(metas, lambda: (fetch(i, i + 1)[0] for i in range(len(metas))))
-    source = _checked_source(metas, tensors, what=what, manifest=manifest, devices=recall.devices)
+    source = _declared(
+        manifest,
+        lambda: (fetch(i, i + 1)[0] for i in range(len(metas))),
+        what=what,
+        devices=recall.devices,
+    )
     if recall.is_sharded:
         return source
     tensors_found = cast(Sequence[torch.Tensor], found)
     return replace(source, ready=ready, seen=lambda: recall.seen, found=tensors_found)
 
 
-def _checked_source(
-    metas: Sequence[TensorMeta],
-    tensors: Iterator[tuple[TensorMeta, torch.Tensor]],
+def _declared(
+    manifest: Manifest,
+    fetch: Callable[[], Iterator[object]],
     *,
     what: str,
     devices: Iterable[torch.device],
-    manifest: Manifest | None = None,
 ) -> Source:
-    if not metas:
+    if not manifest.metas:
         raise SourceError(f"the {what} holds no tensors; nothing was sent")
-    declared = Manifest(metas) if manifest is None else manifest
-    return Source(declared=declared, tensors=tensors, devices=frozenset(devices))
+    tensors = _fetch_declared(manifest.metas, fetch)
+    return Source(declared=manifest, tensors=tensors, devices=frozenset(devices))
 
 
 def _fetch_declared(

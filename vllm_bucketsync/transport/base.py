@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_bucketsync.errors import BucketSyncError
+from vllm_bucketsync.errors import BucketSyncError, LocalProtocolError, RemoteProtocolError
 from vllm_bucketsync.handles import Handle
 from vllm_bucketsync.layout import ALIGNMENT_BYTES
 
@@ -142,3 +142,20 @@ def check_bounds(
             f"{num_bytes} bytes at offset {offset_bytes} are not within a region of "
             f"{capacity_bytes} bytes"
         )
+
+
+def view_of(
+    data: torch.Tensor | None, offset_bytes: int, num_bytes: int, *, region: str
+) -> torch.Tensor:
+    """Return bytes of an opened region's memory, in place; see ``OpenedRegion.view``.
+
+    Args:
+        data: All of them, ``[capacity]``, uint8; ``None`` once the region is closed.
+        offset_bytes: Where they start.
+        num_bytes: How many they are.
+        region: The region's id, for messages.
+    """
+    if data is None:
+        raise LocalProtocolError(f"region {region} was viewed after it was closed")
+    check_bounds(offset_bytes, num_bytes, capacity_bytes=data.numel(), error=RemoteProtocolError)
+    return data[offset_bytes : offset_bytes + num_bytes]

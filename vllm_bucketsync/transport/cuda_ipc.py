@@ -35,7 +35,7 @@ from ..handles import CudaIpcHandle
 from ..identity import HOST
 from ..layout import ALIGNMENT_BYTES
 from . import parked
-from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
+from .base import CANARY_BYTES, HEADER_BYTES, check_bounds, view_of
 from .device_memory import DeviceMemory
 from .devices import index_of, uuid_of
 from .shm import OpenedShm, ShmRegion
@@ -264,12 +264,7 @@ class OpenedCuda:
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of the region, in place; see ``OpenedRegion``."""
-        if self._data is None:
-            raise LocalProtocolError(f"region {self.id} was viewed after it was closed")
-        check_bounds(
-            offset_bytes, num_bytes, capacity_bytes=self.num_bytes, error=RemoteProtocolError
-        )
-        return self._data[offset_bytes : offset_bytes + num_bytes]
+        return view_of(self._data, offset_bytes, num_bytes, region=self.id)
 
     def owner_is_alive(self) -> bool:
         """Return whether the sender still holds the region's lease."""

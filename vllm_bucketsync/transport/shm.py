@@ -29,7 +29,7 @@ from typing import Self
 import torch
 
 from vllm_bucketsync.config import Settings
-from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError, RemoteProtocolError
+from vllm_bucketsync.errors import ConfigError, LocalProtocolError, RegionError
 from vllm_bucketsync.handles import ShmHandle
 from vllm_bucketsync.rundir import (
     SEGMENT_SUFFIX,
@@ -41,7 +41,7 @@ from vllm_bucketsync.rundir import (
     unlock,
 )
 
-from .base import CANARY_BYTES, HEADER_BYTES, check_bounds
+from .base import CANARY_BYTES, HEADER_BYTES, check_bounds, view_of
 from .pinned import HostCopies, Pin
 from .slots import ON_HOST, create_shrinking
 
@@ -266,12 +266,7 @@ class OpenedShm:
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of the region, in place; see ``OpenedRegion``."""
-        if self._data is None:
-            raise LocalProtocolError(f"region {self.id} was viewed after it was closed")
-        check_bounds(
-            offset_bytes, num_bytes, capacity_bytes=self.num_bytes, error=RemoteProtocolError
-        )
-        return self._data[offset_bytes : offset_bytes + num_bytes]
+        return view_of(self._data, offset_bytes, num_bytes, region=self.id)
 
     def owner_is_alive(self) -> bool:
         """Return whether the sender still holds the region's lock."""
