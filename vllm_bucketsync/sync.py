@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .adapters import check_name, spec_of
 from .arguments import (
@@ -34,6 +34,8 @@ from .streams import leave_thread
 from .timeline import EXAMINING, Timeline
 from .updating import Updater
 from .wire_errors import from_dict
+
+R = TypeVar("R", bound=PushReport)
 
 
 class WeightSync(Updater):
@@ -271,13 +273,7 @@ class WeightSync(Updater):
         Raises:
             BucketSyncError: As ``push_lora``.
         """
-        enter = leave_thread()
-
-        def run() -> AdapterReport:
-            enter()
-            return self.push_lora(adapter, **options)
-
-        return await asyncio.to_thread(run)
+        return await _on_a_thread(lambda: self.push_lora(adapter, **options))
 
     def remove_lora(self, name: str) -> bool:
         """Make every engine forget an adapter, and free all that was kept for it.
@@ -328,13 +324,7 @@ class WeightSync(Updater):
         Raises:
             BucketSyncError: As ``push``.
         """
-        enter = leave_thread()
-
-        def run() -> PushReport:
-            enter()
-            return self.push(source, **options)
-
-        return await asyncio.to_thread(run)
+        return await _on_a_thread(lambda: self.push(source, **options))
 
     def status(self) -> list[dict[str, Any]]:
         """Return what every worker says that it holds, in order of engine and rank.
@@ -367,3 +357,14 @@ class WeightSync(Updater):
             self._slots.release()
             # They have hung up.
             self._known = {}
+
+
+async def _on_a_thread(push: Callable[[], R]) -> R:
+    """Run ``push`` after what this thread has given to its CUDA streams."""
+    enter = leave_thread()
+
+    def run() -> R:
+        enter()
+        return push()
+
+    return await asyncio.to_thread(run)
