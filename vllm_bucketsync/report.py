@@ -9,6 +9,7 @@ from msgspec.structs import asdict as asdict_of
 
 from .errors import LocalProtocolError
 from .messages import Cast, Checked, Done
+from .peers import Peer
 from .sender import Sender
 from .slots import Slots
 from .timeline import WAITING
@@ -282,28 +283,32 @@ def report_of(
         skipped=tuple(sorted({name for p in workers if p.done for name in p.done.skipped})),
         stages_ms=sender.timeline.stages_ms(),
         workers=tuple(
-            WorkerReport(
-                engine=peer.hello.engine,
-                rank=peer.hello.rank,
-                dp_index=peer.hello.dp_index,
-                pid=peer.hello.pid,
-                device=peer.hello.device,
-                **asdict_of(peer.done.split),
-                load_s=_work_s(peer.done),
-                wait_s=peer.done.stages_ms.get(WAITING, 0.0) / 1e3,
-                stages_ms=peer.done.stages_ms,
-                cloned_bytes=peer.done.cloned_bytes,
-                notes=peer.done.notes,
-                staged_bytes=peer.done.staged.num_bytes,
-                staged_on=peer.done.staged.place,
-                **_verified(peer.done.checked),
-                left_as_is=peer.done.left_as_is,
-                casts=peer.done.casts,
-                previous_version=peer.holds(sender.update.adapter),
-            )
+            _worker_report(peer, peer.done, previous_version=peer.holds(sender.update.adapter))
             for peer in workers
             if peer.done is not None
         ),
+    )
+
+
+def _worker_report(peer: Peer, done: Done, *, previous_version: str | None) -> WorkerReport:
+    return WorkerReport(
+        engine=peer.hello.engine,
+        rank=peer.hello.rank,
+        dp_index=peer.hello.dp_index,
+        pid=peer.hello.pid,
+        device=peer.hello.device,
+        **asdict_of(done.split),
+        load_s=_work_s(done),
+        wait_s=done.stages_ms.get(WAITING, 0.0) / 1e3,
+        stages_ms=done.stages_ms,
+        cloned_bytes=done.cloned_bytes,
+        notes=done.notes,
+        staged_bytes=done.staged.num_bytes,
+        staged_on=done.staged.place,
+        **_verified(done.checked),
+        left_as_is=done.left_as_is,
+        casts=done.casts,
+        previous_version=previous_version,
     )
 
 
