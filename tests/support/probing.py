@@ -23,18 +23,18 @@ class Extension(vllm_bucketsync.WorkerExtension):
         }
 
     def probe_adapters_break(self, rank: int) -> None:
-        """Make the next adapter that this worker builds be refused, if it has that rank."""
+        """Make the next adapter that this worker is given be refused, if it has that rank."""
         from vllm_bucketsync.worker.lora.shelf import shelf_of
 
         worker: Any = self
         shelf: Any = shelf_of(worker)
 
         def refuse(kept: Any) -> None:
-            del shelf.build
+            del shelf.prepare
             raise RuntimeError("no such kernel on this rank")
 
         if worker.rank == rank:
-            shelf.build = refuse
+            shelf.prepare = refuse
 
     def probe_memory(self) -> int:
         """Return this process's resident bytes."""
