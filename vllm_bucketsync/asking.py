@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
@@ -20,6 +20,10 @@ from .wire_errors import from_dict
 T = TypeVar("T")
 Progress = Callable[[int, int | None], None]
 
+# For a thread to begin, where a Ctrl-C came while it was started.
+START_TIMEOUT_S = 1.0
+# For a call to return after a push that failed: a worker may be stopped, or on its way here.
+FAILED_RETURN_TIMEOUT_S = 1.0
 # By how much workers wait longer than the sender at most.
 WORKER_GRACE_S = 10.0
 
@@ -33,28 +37,45 @@ class RpcCall(Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
+        """Prepare: whoever is to wait for its end has it before ``start``."""
         self.error: BaseException | None = None
         self.result: T | None = None
         self._call = call
+        self._has_begun, self._has_ended = threading.Event(), threading.Event()
+        # Until it begins, there is nothing to wait for.
+        self._has_ended.set()
         self._thread = threading.Thread(target=self._run, name="bucketsync-rpc", daemon=True)
-        self._thread.start()
+
+    def start(self) -> Self:
+        """Begin the call. Once."""
+        self._has_ended.clear()
+        try:
+            self._thread.start()
+        # There can be no more threads; or a Ctrl-C, which may come when the thread runs already.
+        except BaseException:
+            if not self._has_begun.wait(START_TIMEOUT_S):
+                self._has_ended.set()
+            raise
+        return self
 
     @property
     def is_done(self) -> bool:
-        """Whether it has returned or raised."""
-        return not self._thread.is_alive()
+        """Whether it has returned or raised, or was never begun."""
+        return self._has_ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end, at most ``timeout_s`` seconds; return ``is_done``."""
-        self._thread.join(timeout_s)
-        return self.is_done
+        return self._has_ended.wait(timeout_s)
 
     def _run(self) -> None:
+        self._has_begun.set()
         try:
             self.result = self._call()
         # Kept for the thread that waits.
         except BaseException as error:  # noqa: BLE001
             self.error = error
+        finally:
+            self._has_ended.set()
 
 
 UpdateCall = RpcCall[UpdateAnswer]
@@ -76,9 +97,21 @@ class Asking:
     resume_torn: bool
     progress: Progress | None
 
-    def request(self, update: Update, *, endpoint: str, engine: int) -> UpdateRequest:
-        """Return the question for one engine."""
+    def request(
+        self, update: Update, *, endpoint: str, engine: int, is_ahead: bool = False
+    ) -> UpdateRequest:
+        """Return the question for one engine.
+
+        Args:
+            update: What is asked for.
+            endpoint: Where the workers connect to.
+            engine: Its number.
+            is_ahead: The source is still to be looked at, which takes as long as it takes.
+        """
         settings = self.settings
+        connect_s = settings.connect_timeout_s
+        if is_ahead:
+            connect_s = max(connect_s, settings.idle_timeout_s)
         return UpdateRequest(
             offer={
                 "protocol": PROTOCOL_VERSION,
@@ -86,7 +119,7 @@ class Asking:
                 "update_id": update.update_id,
                 "endpoints": {"*": endpoint},
                 "engine": engine,
-                "connect_timeout_s": _later(settings.connect_timeout_s),
+                "connect_timeout_s": _later(connect_s),
                 "idle_timeout_s": _later(settings.idle_timeout_s),
             },
             version=update.version,
@@ -132,7 +165,7 @@ def ask_each(
 def _wait(
     engine: Engine, call: Callable[[Engine], list[Any]], *, what: str, timeout_s: float
 ) -> list[Any]:
-    asked = RpcCall(functools.partial(call, engine))
+    asked = RpcCall(functools.partial(call, engine)).start()
     if not asked.wait(timeout_s):
         raise EngineBusyError(
             f"{engine.name} did not answer {what} within {timeout_s:g} s; it is busy"

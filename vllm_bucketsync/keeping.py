@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from .asking import RpcCall, UpdateCall
+from .asking import FAILED_RETURN_TIMEOUT_S, RpcCall, UpdateCall
 from .channel import Listener
 from .clients.base import STATUS_METHOD, Engine
 from .clients.words import in_words_of
@@ -115,7 +115,7 @@ class Keeper:
             is_mapped: They may have memory of the trainer's own mapped.
         """
         calls = [
-            RpcCall(functools.partial(engine.call, STATUS_METHOD))
+            RpcCall(functools.partial(engine.call, STATUS_METHOD)).start()
             for engine in self._engines
             if _can_be_asked(engine)
         ]
@@ -168,12 +168,22 @@ class Keeper:
                 self._check_idle()
                 yield
         finally:
-            if not all(call.is_done for call in self._calls):
-                # A worker that it asks later finds nobody, instead of waiting for a word.
-                self._stop_listening()
-            self._turns.end(turn)
-            if self._is_closed:
-                self.close()
+            try:
+                self._end_calls()
+            finally:
+                self._turns.end(turn)
+                if self._is_closed:
+                    self.close()
+
+    def _end_calls(self) -> None:
+        """Leave no engine that is asked: two threads may not use it at a time."""
+        if all(call.is_done for call in self._calls):
+            return
+        # A worker that it asks later finds nobody, instead of waiting for a word.
+        self._stop_listening()
+        deadline_s = time.monotonic() + FAILED_RETURN_TIMEOUT_S
+        for call in self._calls:
+            call.wait(max(0.0, deadline_s - time.monotonic()))
 
     def _check_idle(self) -> None:
         deadline_s = time.monotonic() + RETURN_TIMEOUT_S

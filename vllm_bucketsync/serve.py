@@ -68,7 +68,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ahead:
-    """What a worker can find out before an offer is there. This one: nothing."""
+    """What a worker can find out before an update is opened. This one: nothing."""
 
     def during_a_call(self) -> AbstractContextManager[None]:
         """Surround a call: what is found out in it holds until its end."""

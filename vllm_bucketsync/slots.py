@@ -129,9 +129,9 @@ class Slots:
         return self._blocks.close()
 
     def make_room(self, needed_bytes: int | None) -> None:
-        """Give the region up before any worker is asked, if it will not do.
+        """Give the region up before workers are offered another, if it will not do.
 
-        Workers then close it first, so that old and new memory never add up.
+        Who is asked after that closes it first; who was asked ahead, with the offer.
         """
         if self._wanted_of(self._kind, needed_bytes) > self._enough_bytes:
             self._release_region()

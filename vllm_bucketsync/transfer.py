@@ -11,7 +11,15 @@ import functools
 import time
 from collections.abc import Sequence
 
-from .asking import Asking, Progress, RpcCall, UpdateCall, early_end, has_failed
+from .asking import (
+    FAILED_RETURN_TIMEOUT_S,
+    Asking,
+    Progress,
+    RpcCall,
+    UpdateCall,
+    early_end,
+    has_failed,
+)
 from .channel import Event, Listener, Lost, Received
 from .clients.base import Engine, UpdateAnswer
 from .codec import decode_reply, encode
@@ -38,8 +46,6 @@ DRAIN_TIMEOUT_S = 2.0
 LAST_WORDS_TIMEOUT_S = 5.0
 # For the RPC to return after the last worker's last message.
 RETURN_TIMEOUT_S = 30.0
-# For it to return after an update that failed: a worker may be stopped, or on its way here.
-FAILED_RETURN_TIMEOUT_S = 1.0
 # For a socket to tell which worker is dead, where the RPC has failed of it.
 DEATH_TIMEOUT_S = 0.25
 
@@ -51,6 +57,7 @@ def ask_for_update(
     endpoint: str,
     asking: Asking,
     calls: list[UpdateCall],
+    is_ahead: bool = False,
 ) -> None:
     """Ask engines whose workers live in other processes.
 
@@ -61,10 +68,13 @@ def ask_for_update(
         asking: How.
         calls: Takes the call of each, as soon as it is made: for ``run_remote``, and for
             whoever waits for its end, if something interrupts this.
+        is_ahead: The source is still to be looked at.
     """
     for index, engine in enumerate(engines):
-        request = asking.request(update, endpoint=endpoint, engine=index)
-        calls.append(RpcCall(functools.partial(engine.update, request)))
+        request = asking.request(update, endpoint=endpoint, engine=index, is_ahead=is_ahead)
+        call = RpcCall(functools.partial(engine.update, request))
+        calls.append(call)
+        call.start()
 
 
 def run_remote(

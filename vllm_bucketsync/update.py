@@ -51,3 +51,8 @@ class Update:
     is_atomic: bool = False
     verify: Verify = Verify.NONE
     require_newer: bool = False
+
+    @property
+    def may_be_guessed(self) -> bool:
+        """Whether what workers will say may be taken as said."""
+        return not (self.is_dry_run or self.require_newer)

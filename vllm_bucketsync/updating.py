@@ -73,7 +73,7 @@ class Updater(Keeper):
         """Name an update, and have the engine call its workers if they are as they were left.
 
         They make themselves ready while the source is looked at. If that fails, they find
-        nobody, and nothing was touched.
+        nobody, and the weights are as they were.
 
         Args:
             asking: How the engine is asked.
@@ -85,9 +85,9 @@ class Updater(Keeper):
             num_workers=tuple(self._num_workers(engine) for engine in self._engines),
             **what,
         )
-        is_warm = bool(self._known) and not (update.is_dry_run or update.require_newer)
-        if is_warm and all(engine.is_idle for engine in self._engines):
-            self._call(update, asking)
+        is_warm = bool(self._known) and update.may_be_guessed
+        if is_warm and all(getattr(engine, "is_idle", False) for engine in self._engines):
+            self._call(update, asking, is_ahead=True)
         return update
 
     def _give(
@@ -186,11 +186,16 @@ class Updater(Keeper):
                 ),
             )
 
-    def _call(self, update: Update, asking: Asking) -> None:
+    def _call(self, update: Update, asking: Asking, *, is_ahead: bool = False) -> None:
         # A new listener knows nobody, so it comes first.
         endpoint = self._listening().endpoint
         ask_for_update(
-            update, engines=self._engines, endpoint=endpoint, asking=asking, calls=self._calls
+            update,
+            engines=self._engines,
+            endpoint=endpoint,
+            asking=asking,
+            calls=self._calls,
+            is_ahead=is_ahead,
         )
 
     def _run_remote(self, sender: Sender, asking: Asking) -> None:
@@ -200,7 +205,7 @@ class Updater(Keeper):
         # Where those who were called come to.
         listener = self._listener or self._listening()
         known, self._known = self._known, {}
-        if not (sender.update.is_dry_run or sender.update.require_newer):
+        if sender.update.may_be_guessed:
             sender.known = known
         try:
             run_remote(sender, calls=self._calls, listener=listener, asking=asking)

@@ -26,10 +26,11 @@ from vllm_bucketsync.adapters import id_of
 from vllm_bucketsync.layout import Manifest, TensorMeta
 from vllm_bucketsync.sinks import Bucket, Piece
 from vllm_bucketsync.worker import sleeps
-from vllm_bucketsync.worker.lora import replay, swap
+from vllm_bucketsync.worker.lora import recipe, replay, swap
 from vllm_bucketsync.worker.lora.contents import SlotTensors
 from vllm_bucketsync.worker.lora.image import Arriving, Layout
 from vllm_bucketsync.worker.lora.shelf import shelf_of
+from vllm_bucketsync.worker.lora.writes import Writes
 from vllm_bucketsync.worker.weights import WeightSink
 
 
@@ -548,3 +549,75 @@ def test_an_image_takes_pieces_from_anywhere_and_overwrites_nothing() -> None:
     assert {name: bytes_of(one) for name, one in half.items()} == {
         meta.name: bytes_of(one.bfloat16()) for meta, one in zip(metas, values, strict=True)
     }
+
+
+def test_what_makes_adapters_quick_is_given_back_with_the_last_one(
+    llm: Any,
+) -> None:
+    worker = engines.worker_of(llm)
+    replays = shelf_of(worker).replays
+
+    for give_back in (lambda: shelf_of(worker).remove("policy"), replays.forget):
+        assert [was_quick(llm, adapters.tensors_of(seed)) for seed in (1, 2, 1)][1:] == [True, True]
+        assert sum(kind.num_bytes for kind in replays._kinds.values()) > 0
+        give_back()
+        assert not replays._kinds
+        assert not was_quick(llm, adapters.tensors_of(2))
+        assert was_quick(llm, adapters.tensors_of(1))
+    assert held(llm) == as_by_vllm(llm, adapters.tensors_of(1))
+
+
+def test_room_for_a_bench_is_made_before_it_is_taken(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = shelf_of(engines.worker_of(llm)).replays
+    num_bytes = []
+    learn = recipe.learn
+
+    def watched(*args: Any, **options: Any) -> Any:
+        num_bytes.append(sum(kind.num_bytes for kind in replays._kinds.values()))
+        return learn(*args, **options)
+
+    monkeypatch.setattr("vllm_bucketsync.worker.lora.replay.learn", watched)
+    assert not was_quick(llm, adapters.tensors_of(1))
+    (one,) = replays._kinds.values()
+    monkeypatch.setattr(replay, "MAX_BENCH_BYTES", one.num_bytes)
+    assert not was_quick(llm, adapters.tensors_of(1), config={**CONFIG, "lora_alpha": 2})
+
+    assert num_bytes == [0, 0]
+    assert len(replays._kinds) == 1
+
+
+def test_copies_that_may_overlap_are_not_repeated() -> None:
+    memory = torch.zeros(64)
+    rows = memory.view(8, 8)
+
+    assert not replay._may_overlap([rows[0], rows[1], torch.zeros(9), rows[3, :0]])
+    assert replay._may_overlap([rows[0], memory[4:6]])
+    assert replay._may_overlap([rows[:, :2], rows[2]])
+
+
+def test_operands_by_keyword_are_noted() -> None:
+    with Writes() as writes:
+        torch.ops.aten.copy_(torch.zeros(3), src=torch.ones(3))
+        torch.ops.aten.fill_(torch.ones(3), value=0)
+
+    assert [write.is_copy for write in writes.found] == [True, False]
+    assert [write.is_zero for write in writes.found] == [False, True]
+
+
+def test_what_is_skipped_is_not_kept(llm: Any) -> None:
+    base = {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(512, 64)}
+    worker = engines.worker_of(llm)
+    sink = sink_of(worker, opened("policy"))
+    push(sink, {**adapters.tensors_of(1), **base})
+
+    kept = shelf_of(worker)._kept[id_of("policy")]
+    held_bytes = sum(
+        {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in kept.tensors.values()
+        }.values()
+    )
+    assert not set(base) & set(kept.tensors)
+    assert held_bytes <= 2 * kept.num_bytes

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import adapters, engines, tiny_models
 from support.adapter_tensors import ATTENTION, request_of
 from support.adapters import LORA, Outputs, from_disk, outputs_of, peft_model
@@ -30,6 +31,7 @@ from vllm_bucketsync import (
     WeightSync,
 )
 from vllm_bucketsync.worker.lora import swap
+from vllm_bucketsync.worker.lora.shelf import shelf_of
 
 EXTENSION = "vllm_bucketsync.WorkerExtension"
 SEEDS = (1, 2, 3)
@@ -96,6 +98,31 @@ def sync(stage: Stage) -> Iterator[WeightSync]:
             assert found.remove_lora(adapter["name"])
         assert adapters.manager_of(stage.llm).list_adapters() == {}
         assert stage.says(None) == 0
+
+
+def test_a_release_gives_back_what_makes_new_versions_quick(stage: Stage, sync: WeightSync) -> None:
+    replays = shelf_of(engines.worker_of(stage.llm)).replays
+    for version, seed in enumerate((1, 2, 1)):
+        report = sync.push_lora(peft_model(seed), name="policy", version=version)
+        assert report.workers[0].num_direct == (28 if version else 0)
+    assert len(replays._kinds) == 1
+
+    sync.release()
+
+    assert not replays._kinds
+    report = sync.push_lora(peft_model(2), name="policy", version="slow")
+    assert (report.workers[0].num_direct, stage.says(report)) == (0, 2)
+
+
+def test_what_the_trainer_s_thread_has_set_is_not_for_the_engine(
+    stage: Stage, sync: WeightSync
+) -> None:
+    for version, seed in enumerate((1, 2, 1)):
+        model = peft_model(seed)
+        source = (model.state_dict(), model.peft_config["default"]) if seed == 2 else model
+        with torch.device("meta"), torch.inference_mode():
+            report = sync.push_lora(source, name="policy", version=version)
+        assert stage.says(report) == seed
 
 
 def test_a_pushed_adapter_answers_as_one_that_was_read_from_disk(

@@ -375,3 +375,57 @@ def test_floats_sent_as_integers_are_refused_and_other_floats_are_not(world: Wor
     assert world.live() == before
     halved = {name: tensor.to(torch.bfloat16) for name, tensor in good.items()}
     assert _dry_run(world, halved).problems == ()
+
+
+def enlarged(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a tensor with more along one dimension, as of a wider model."""
+    return torch.cat([tensor, tensor.narrow(dim, 0, tensor.shape[dim] // 4)], dim)
+
+
+LAYER = "model.layers.0"
+DENSE = [
+    (f"{LAYER}.mlp.gate_proj.weight", 0),
+    (f"{LAYER}.mlp.down_proj.weight", 1),
+    (f"{LAYER}.self_attn.q_proj.weight", 0),
+    (f"{LAYER}.self_attn.k_proj.weight", 0),
+    (f"{LAYER}.self_attn.o_proj.weight", 1),
+]
+EXPERTS = [
+    (f"{LAYER}.mlp.experts.1.gate_proj.weight", 0),
+    (f"{LAYER}.mlp.experts.1.down_proj.weight", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "dim"),
+    [*(("qwen3", *one) for one in DENSE), *(("qwen3_moe", *one) for one in EXPERTS)],
+    indirect=["world"],
+)
+def test_a_tensor_of_which_a_part_would_be_left_out_is_refused(
+    world: World, name: str, dim: int
+) -> None:
+    tensors = tiny_models.per_expert(world.tensors(1))
+    right = tensors[name]
+    before = world.live()
+
+    error = _refusal(world, tensors | {name: enlarged(right, dim)})
+
+    assert isinstance(error, TensorMismatchError)
+    # Of experts vLLM's loaders ask it themselves, and say which shape they want.
+    counted = f"at most {right.numel()} elements", f"{enlarged(right, dim).numel()} elements"
+    shapes = str(tuple(right.shape)), str(tuple(enlarged(right, dim).shape))
+    assert (error.expected, error.got) == (shapes if world.kind == "qwen3_moe" else counted)
+    assert error.name == name
+    assert world.live() == before
+    assert _dry_run(world, tensors).problems == ()
+
+
+@pytest.mark.parametrize("world", ["qwen3"], indirect=True)
+def test_a_tensor_may_have_more_than_is_read_where_that_is_named(world: World) -> None:
+    name = f"{LAYER}.mlp.down_proj.weight"
+    tensors = world.tensors(1)
+    larger = tensors | {name: enlarged(tensors[name], 1)}
+
+    assert len(_dry_run(world, larger).problems) == 1
+    assert _dry_run(world, larger, name).problems == ()
+    assert _dry_run(world, larger, "*.gate_up_proj.weight").problems != ()

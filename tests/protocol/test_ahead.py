@@ -112,6 +112,33 @@ def test_a_source_that_is_refused_after_all_changes_nothing_and_the_next_push_wo
     assert engine.finished == ["1", "3"]
 
 
+def test_no_engine_is_asked_any_more_when_a_failed_push_returns(engine: Asked) -> None:
+    with WeightSync(engine) as sync:
+        for version in range(3):
+            sync.push({"weight": torch.ones(8)}, version=version)
+            with pytest.raises(SourceError):
+                sync.push({"weight": torch.ones(8, device="meta")}, version="bad")
+            assert [call.is_done for call in sync._calls] == [True]
+
+
+def test_a_source_that_takes_longer_than_a_connection_may_is_waited_for(engine: Asked) -> None:
+    with WeightSync(engine, connect_timeout_s=0.2) as sync:
+        for fill in (1.0, 2.0):
+            engine.is_asked.clear()
+            source = Slow(fill, threading.Event())
+            sync.push(source, version=int(fill))
+            assert source.was_asked is False
+    assert engine.finished == ["1", "2"]
+
+
+def test_an_engine_that_does_not_say_whether_it_is_idle_is_asked_in_time(engine: Asked) -> None:
+    del engine.is_idle
+    with WeightSync(engine) as sync:
+        for version in range(2):
+            sync.push({"weight": torch.ones(8)}, version=version)
+    assert engine.finished == ["0", "1"]
+
+
 class Noting(serve.Ahead):
     """Notes what it is asked for, and when."""
 

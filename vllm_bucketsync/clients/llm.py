@@ -44,13 +44,13 @@ class LlmEngine:
 
     @property
     def _keeps_nothing(self) -> bool:
-        """Whether it was started without a prefix cache; asking it takes a moment."""
+        """Whether it was started without a prefix cache: there is nothing to drop."""
         config = getattr(self._llm.llm_engine.vllm_config, "cache_config", None)
         return getattr(config, "enable_prefix_caching", None) is False
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no request at all, as far as this process can tell at once."""
+        """See ``Engine``. Requests come from this process, and one thread drives an ``LLM``."""
         engine = self._llm.llm_engine
         # Replicas would be asked, and might be somewhere else.
         is_alone = getattr(engine, "dp_group", None) is None

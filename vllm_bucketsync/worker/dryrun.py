@@ -29,6 +29,7 @@ from .layerwise import put_back
 from .plan import Plan, make_plan
 from .problems import Problem
 from .record import LoadRecord, NotRecordableError, Recorder, Target
+from .unread import num_shards, too_large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,15 @@ class _Run:
             now.problems.extend(completeness.overlaps(self._modules, self._metas))
             now.problems.extend(self._missing())
             now.problems.extend(truncations(copies, metas=self._metas, modules=self._modules))
+            now.problems.extend(
+                too_large(
+                    copies,
+                    metas=self._metas,
+                    shards=num_shards(self._worker),
+                    impure=self._recorder.impure | now.unverified,
+                    partial=self._waiver.patterns,
+                )
+            )
         record = LoadRecord(
             copies=copies,
             fills=tuple(self._recorder.fills),

@@ -159,8 +159,15 @@ class WorkerExtension:
         return self._bucketsync_answer(serve.probe)
 
     def bucketsync_release(self) -> dict[str, Any]:
-        """Close the shared memory that is kept between updates."""
-        return self._bucketsync_answer(serve.release)
+        """Close shared memory that is kept between updates, and drop what makes adapters quick."""
+
+        def release(worker: serve.Worker) -> serve.Result:
+            shelf = find_shelf(self)
+            if shelf is not None:
+                shelf.replays.forget()
+            return serve.release(worker)
+
+        return self._bucketsync_answer(release)
 
     def _bucketsync_answer(self, act: Callable[[serve.Worker], serve.Result]) -> serve.Result:
         """Act, and answer with data whatever fails, on a vLLM that we do not know included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,24 @@ def mismatch(name: str, *, shape: Sequence[int], target: str, expected: Sequence
         ),
         expected=str(tuple(expected)),
         got=str(tuple(shape)),
+    )
+
+
+def too_large(meta: TensorMeta, *, target: str, num_read: int, num_shards: int) -> Problem:
+    """Describe a tensor of which the engine would read a part only."""
+    expected = f"at most {num_read * num_shards} elements"
+    by = "" if num_shards == 1 else f" by {num_shards} workers together"
+    return Problem(
+        cls=TensorMismatchError,
+        kind="too_large",
+        name=meta.name,
+        text=(
+            f"{meta.name!r} does not fit: expected {expected}, which are read{by} for {target} of "
+            f"the engine, got {math.prod(meta.shape)}, of shape {tuple(meta.shape)}; the rest is "
+            f"left out; send the checkpoint of this engine's model, or name {target} in partial="
+        ),
+        expected=expected,
+        got=f"{math.prod(meta.shape)} elements",
     )
 
 

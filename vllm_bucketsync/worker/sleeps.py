@@ -44,6 +44,10 @@ class Sleeps:
         self.has_lost_base = False
 
     def _fall_asleep(self, level: int = 1, *_: Any, **__: Any) -> None:
+        shelf = find_shelf(self._worker)
+        if shelf is not None:
+            # A sleep is to give memory back.
+            shelf.replays.forget()
         # Also one that fails half-way, and one of a level that is not known here.
         if level != 1:
             self.num_deep += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ def on_host(pieces: Sequence[Piece], *, is_pinned: bool) -> list[Piece]:
         # References to the trainer's own tensors, wherever those are.
         return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
     bucket = pieces[0].data.as_strided((max(ends) - start,), (1,), start)
-    copied = torch.empty(bucket.shape, dtype=bucket.dtype, pin_memory=is_pinned).copy_(bucket)
+    copied = _copy(bucket, is_pinned=is_pinned)
     return [
         replace(piece, data=copied[offset - start : end - start])
         for piece, offset, end in zip(pieces, offsets, ends, strict=True)
@@ -70,4 +71,6 @@ def clones_of(tensors: Mapping[str, torch.Tensor], *, is_pinned: bool) -> dict[s
 
 
 def _copy(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned).copy_(tensor)
+    # Whatever the default device is: in process, a trainer may have set it.
+    like: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu"}
+    return torch.empty(tensor.shape, **like, pin_memory=is_pinned).copy_(tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -110,7 +111,9 @@ class Arriving:
         """
         self._layout = layout
         self._is_pinned = is_pinned
-        self._raw = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._raw = torch.empty(
+            layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+        )
         self._num_filled = [0] * len(layout.metas)
 
     def add(self, bucket: Bucket) -> None:
@@ -144,12 +147,15 @@ class Arriving:
         """Return what came, cast to ``dtype``. Nothing is to be added any more."""
         flat = self._raw.view(self._layout.dtype)
         if dtype != flat.dtype:
-            flat = torch.empty(flat.shape, dtype=dtype, pin_memory=self._is_pinned).copy_(flat)
+            like: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
+            flat = torch.empty(flat.shape, **like, pin_memory=self._is_pinned).copy_(flat)
         return Image(self._layout, flat)
 
 
 def _stretch_of(pieces: Sequence[Piece], layout: Layout) -> _Stretch | None:
     """Return a bucket as one stretch of the image; ``None`` where it is none."""
+    if not pieces:
+        return None
     first = pieces[0]
     start = end = layout.first_bytes[first.index] + first.first_byte
     shift = start - int(first.data.storage_offset())

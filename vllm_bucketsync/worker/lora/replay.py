@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ class Replays:
         self._contents = Contents(manager)
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
 
+    def forget(self) -> None:
+        """Give the memory of all benches back: the next adapter of each kind is watched again."""
+        self._kinds.clear()
+        self._contents.forget()
+
     def forget_slots(self) -> None:
         """Take note that slots may have lost what they held."""
         self._contents.forget()
@@ -119,8 +125,9 @@ class Replays:
         if kind is None:
             with Writes() as writes:
                 model = build()
+            self._make_room(tensors.flat.nbytes)
             kind = _Kind(self._learn_recipe(model, tensors, writes.found))
-            self._keep(key, kind)
+            self._kinds[key] = kind
             return model if kind.recipe is None else kind.recipe.build(tensors, number=number)
         self._kinds.move_to_end(key)
         if kind.recipe is None:
@@ -202,11 +209,11 @@ class Replays:
             _try(pairs, slot, slots, num_slots=int(self._manager.lora_slots))
             kind.fills[slot] = _Fill(CopyBatch(pairs), slots)
 
-    def _keep(self, key: Hashable, kind: _Kind) -> None:
-        self._kinds[key] = kind
-        while (
-            len(self._kinds) > MAX_KINDS
-            or sum(one.num_bytes for one in self._kinds.values()) > MAX_BENCH_BYTES
+    def _make_room(self, num_bytes: int) -> None:
+        """Forget the kinds that came longest ago, until there is room for one more bench."""
+        while self._kinds and (
+            len(self._kinds) >= MAX_KINDS
+            or sum(one.num_bytes for one in self._kinds.values()) + num_bytes > MAX_BENCH_BYTES
         ):
             self._kinds.popitem(last=False)
 
@@ -246,7 +253,25 @@ def _pairs(writes: Sequence[Write], recipe: Recipe, *, memories: Collection[int]
             raise NotRepeatableError(f"{write.name} wrote what is not in the model as it is")
         copied.add(write.memory)
         pairs.append((write.target, part_of(source).of(recipe.bench)))
+    if _may_overlap([to for to, _ in pairs]):
+        raise NotRepeatableError("one copy may have written over another, and the order is lost")
     return pairs
+
+
+def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two tensors have a stretch of one memory in common, from first to last element."""
+    spans = sorted(
+        (address_of(one), int(one.storage_offset()), _end_of(one)) for one in tensors if one.numel()
+    )
+    return any(
+        memory == other and end > begin for (memory, _, end), (other, begin, _) in pairwise(spans)
+    )
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """Return the element of its memory that comes after a tensor's last one."""
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + reach + 1
 
 
 def _try(pairs: Sequence[Pair], slot: int, slots: SlotTensors, *, num_slots: int) -> None:

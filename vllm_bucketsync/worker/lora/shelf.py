@@ -195,6 +195,8 @@ class Shelf:
         for number in found:
             take_out(self._manager, number, may_write=not is_asleep)
             del self._kept[number]
+        if found and not self._kept:
+            self.replays.forget()
         stand_in = id_of(name)
         if stand_in in self._missing:
             take_out(self._manager, stand_in, may_write=not is_asleep)

@@ -14,7 +14,7 @@ from ...messages import LoadSplit, Open
 from ...sinks import Bucket, Piece, SinkReport
 from .. import compat, guards
 from ..sleeps import Sleeps
-from .clones import on_host
+from .clones import clones_of, on_host
 from .fit import Fit, check_fit
 from .image import Arriving, Layout, has_one_dtype
 from .settings import read_config
@@ -206,14 +206,18 @@ class AdapterSink:
         """Return the tensors that are kept, by name."""
         if self._arriving is not None:
             return self._arriving.image(self._dtype)
-        named = ((self._metas[index].name, tensor) for index, tensor in self._whole.items())
-        return {name: tensor for name, tensor in named if name not in fit.skipped}
+        named = {self._metas[index].name: tensor for index, tensor in self._whole.items()}
+        if not fit.skipped:
+            return named
+        kept = {name: tensor for name, tensor in named.items() if name not in fit.skipped}
+        # They came in one memory with what is skipped, which is not to be kept.
+        return clones_of(kept, is_pinned=False)
 
     def _add_fragment(self, piece: Piece) -> None:
-        empty = (torch.empty(0, dtype=torch.uint8), 0)
+        empty = (torch.empty(0, dtype=torch.uint8, device="cpu"), 0)
         buffer, num_filled = self._partial.pop(piece.index, empty)
         if not num_filled:
-            buffer = torch.empty(piece.meta.num_bytes, dtype=torch.uint8)
+            buffer = torch.empty(piece.meta.num_bytes, dtype=torch.uint8, device="cpu")
         end = piece.first_byte + piece.data.numel()
         buffer[piece.first_byte : end].copy_(piece.data)
         num_filled += piece.data.numel()

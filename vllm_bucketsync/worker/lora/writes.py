@@ -86,7 +86,8 @@ class Writes(TorchDispatchMode):
                 continue
             is_positional = position < len(args)
             value = args[position] if is_positional else given.get(argument.name)
-            operands = tuple(one for index, one in enumerate(args) if index != position)
+            others = {name: one for name, one in given.items() if name != argument.name}
+            operands = (*(one for at, one in enumerate(args) if at != position), *others.values())
             for target in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(target, torch.Tensor):
                     self.found.append(Write(func._schema.name, target, operands))
