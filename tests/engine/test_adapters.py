@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from support import adapters, engines, tiny_models
 from support.adapter_tensors import ATTENTION, request_of
 from support.adapters import LORA, Outputs, from_disk, outputs_of, peft_model
@@ -104,7 +105,7 @@ def test_a_release_gives_back_what_makes_new_versions_quick(stage: Stage, sync: 
     replays = shelf_of(engines.worker_of(stage.llm)).replays
     for version, seed in enumerate((1, 2, 1)):
         report = sync.push_lora(peft_model(seed), name="policy", version=version)
-        assert report.workers[0].num_direct == (28 if version else 0)
+        assert (report.workers[0].num_direct > 0) is (version > 0)
     assert len(replays._kinds) == 1
 
     sync.release()
@@ -119,7 +120,8 @@ def test_what_the_trainer_s_thread_has_set_is_not_for_the_engine(
 ) -> None:
     for version, seed in enumerate((1, 2, 1)):
         model = peft_model(seed)
-        source = (model.state_dict(), model.peft_config["default"]) if seed == 2 else model
+        tensors = get_peft_model_state_dict(model)
+        source = (tensors, model.peft_config["default"]) if seed == 2 else model
         with torch.device("meta"), torch.inference_mode():
             report = sync.push_lora(source, name="policy", version=version)
         assert stage.says(report) == seed
