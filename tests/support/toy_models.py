@@ -6,6 +6,7 @@ a source is what a checkpoint has, a parameter what this rank keeps of it.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ class ToyModel(nn.Module):
     def __init__(self, specs: Iterable[Spec], group: Group) -> None:
         super().__init__()
         self.specs = list(specs)
+        self.group_size = group.size
         loaders = {name: make(group) for name, make in LOADERS.items()}
         self.layers = nn.ModuleList(
             Layer(
@@ -169,7 +171,9 @@ def _config() -> VllmConfig:
 
 def worker_of(model: ToyModel) -> Any:
     """Return what a sink needs of a worker that has the model."""
-    config = _config()
+    config = copy.copy(_config())
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.tensor_parallel_size = model.group_size
     model_config = SimpleNamespace(dtype=torch.float32, hf_config=SimpleNamespace())
     runner = SimpleNamespace(get_model=lambda: model)
     return SimpleNamespace(
