@@ -93,8 +93,16 @@ def _once(worker: Any, manifest: Manifest, partial: Sequence[str]) -> DryRunResu
     # Now only: until here, vLLM keeps what its loaders were given.
     impure = result.record.impure | run.retained()
     record = replace(result.record, impure=impure)
-    plan = None if result.problems else make_plan(model, manifest.metas, record)
-    return replace(result, record=record, plan=plan)
+    left_out = too_large(
+        record.copies,
+        metas=manifest.metas,
+        shards=num_shards(worker),
+        impure=impure,
+        partial=partial,
+    )
+    found = (*result.problems, *left_out)
+    plan = None if found else make_plan(model, manifest.metas, record)
+    return replace(result, record=record, problems=found, plan=plan)
 
 
 @dataclass(slots=True)
@@ -142,15 +150,6 @@ class _Run:
             now.problems.extend(completeness.overlaps(self._modules, self._metas))
             now.problems.extend(self._missing())
             now.problems.extend(truncations(copies, metas=self._metas, modules=self._modules))
-            now.problems.extend(
-                too_large(
-                    copies,
-                    metas=self._metas,
-                    shards=num_shards(self._worker),
-                    impure=self._recorder.impure | now.unverified,
-                    partial=self._waiver.patterns,
-                )
-            )
         record = LoadRecord(
             copies=copies,
             fills=tuple(self._recorder.fills),
