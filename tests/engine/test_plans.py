@@ -327,7 +327,7 @@ def _adds_one_in_place(param: torch.Tensor, loaded_weight: torch.Tensor) -> None
 
 def _clears_first(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     param.data.fill_(7)
-    param.data[:-1].copy_(loaded_weight[:-1])
+    param.data[1:].copy_(loaded_weight[1:])
 
 
 _kept_by_a_loader: list[torch.Tensor] = []
@@ -350,7 +350,7 @@ def test_a_loader_that_does_more_than_to_copy_is_run_each_time(
         _adds_one: lambda t: t + 1,
         _adds_one_afterwards: lambda t: t + 1,
         _adds_one_in_place: lambda t: t + 1,
-        _clears_first: lambda t: torch.cat([t[:-1], torch.tensor([7.0])]),
+        _clears_first: lambda t: torch.cat([torch.tensor([7.0]), t[1:]]),
         _keeps: lambda t: t,
     }
     memory = WeightMemory()
